@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from vpipe.app import cli
 from vpipe.app.config.config import Config
 from vpipe.app.config.validation import section_of
+from vpipe.description import Executor
 
 
 def keys(section: type[BaseModel] = Config, before: str = "") -> Iterator[str]:
@@ -65,7 +66,8 @@ def parameters(thing: object) -> list[str]:
 
 
 def surface() -> list[str]:
-    return sorted({*keys(), *options(cli._parser()), *names()})
+    executors = (f"parallel.executor={name}" for name in Executor.names())
+    return sorted({*keys(), *executors, *options(cli._parser()), *names()})
 
 
 if __name__ == "__main__":

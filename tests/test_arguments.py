@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vpipe import Asynchronous, Cut, Layer, Model, Order, Pipeline, Plan, Update
 from vpipe.arguments import as_integer, as_number, shown
+from vpipe.description import Executor
 from vpipe.errors import UserError
 
 
@@ -102,7 +103,7 @@ MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], 
      "error: timeout_s is inf\nhint: give a number above 0 and at most 1e+09, such as timeout_s=60"),
     ({"backend": 1}, "error: backend is 1\nhint: known names: gloo, hccl, nccl, xccl"),
     ({"precision": 16}, "error: precision is 16\nhint: did you mean 'fp16'?"),
-    ({"executor": 1}, "error: no executor is called 1\nhint: known names: async_threaded, naive, overlapped"),
+    ({"executor": 1}, f"error: executor is 1\nhint: known names: {', '.join(Executor.names())}"),
     ({"compress": ["none", 8]},
      "error: compress is ['none', 8]\nhint: write one of none, bf16, int8, int8_stochastic, or a list of them"),
     ({"delay_correction": "predict"}, "error: delay_correction is 'predict'\n"

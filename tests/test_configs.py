@@ -19,7 +19,8 @@ from vpipe.plan.profile import Profile
 
 pytestmark = pytest.mark.jobs
 
-FILES = [path if path.suffix != ".yml" else pytest.param(path, marks=pytest.mark.extras("legacy"))
+NEEDED = {"gpt_small_orion.yaml": ("async_threaded", "orion")}
+FILES = [pytest.param(path, marks=pytest.mark.extras(*NEEDED.get(path.name, ["legacy"] * (path.suffix == ".yml"))))
          for path in shipped_configs().values()]
 LAYERS = {"bert_4gpipe.yml": 49, "bert_4pipedream.yml": 49, "bert_4vpipe.yml": 49, "bert_base.yaml": 25,
           "gpt2_124m.yaml": 25, "gpt_small.yaml": 33, "gpt_small_orion.yaml": 33, "gpt_8stage.yaml": 33,

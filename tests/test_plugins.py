@@ -11,16 +11,22 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from small_run import job_of
 from torch import nn
 
 from vpipe import Model, plugins
 from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
 from vpipe.app.data import registry as data_sets
 from vpipe.app.families import registry as models
+from vpipe.app.verify import batches_for_steps, references, run_in_process
+from vpipe.description import Executor, execution
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
 from vpipe.profiling import RankGroup
+from vpipe.runtime.build_workers import worker_class
 from vpipe.schedules import registry as schedules
+from vpipe.testing import compare
 
 KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]] = {
     "vpipe.models": ("model", models.model_named, models.model_names,
@@ -29,6 +35,9 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]]
     "vpipe.datasets": ("data set", data_sets.dataset_named, data_sets.dataset_names,
                        "from vpipe.app.data.registry import register_dataset\n@register_dataset('{name}')\n"
                        "def made(settings):\n    return None\n"),
+    "vpipe.executors": ("executor", Executor.named, Executor.names,
+                        "from vpipe.description import Executor\n"
+                        "Executor('{name}', 'vpipe.runtime:Worker').register()\n"),
     "vpipe.schedules": ("schedule", schedules.RegisteredSchedule.named, schedules.RegisteredSchedule.names,
                         "from vpipe.schedules.registry import register_schedule\n"
                         "from vpipe.schedules.generators.gpipe import gpipe\n"
@@ -39,13 +48,18 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]]
 Install = Callable[..., None]
 
 
+def one(kind: str) -> str:
+    return f"an {kind}" if kind == "executor" else f"a {kind}"
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts packages where Python finds them, and takes back what they registered."""
     monkeypatch.syspath_prepend(tmp_path)
     for _, _, names, _ in KINDS.values():
         names()
-    for room, store in ((models, "_families"), (data_sets, "_factories"), (schedules, "_REGISTERED")):
+    for room, store in ((models, "_families"), (data_sets, "_factories"), (execution, "_EXECUTORS"),
+                        (schedules, "_REGISTERED")):
         monkeypatch.setattr(room, store, dict(getattr(room, store)))
     before = set(sys.modules)
 
@@ -80,8 +94,8 @@ def test_a_package_is_imported_when_what_it_adds_is_asked_for(group: str, instal
             ("hollow", f"error: the {kind} 'hollow' is in the package 'broken' (broken), which cannot be imported: "
              "ModuleNotFoundError: No module named 'not_there'\n"
              "hint: install what it lacks, or uninstall it: pip uninstall broken"),
-            ("unsaid", f"error: the package 'silent' announces a {kind} 'unsaid', but importing silent registers none "
-             "of that name\nhint: use the same name in its entry point and in the decorator")):
+            ("unsaid", f"error: the package 'silent' announces {one(kind)} 'unsaid', but importing silent registers "
+             "none of that name\nhint: use the same name in its entry point and in the decorator")):
         with pytest.raises(UserError) as caught:
             named(name)
         assert str(caught.value) == said
@@ -90,7 +104,8 @@ def test_a_package_is_imported_when_what_it_adds_is_asked_for(group: str, instal
 @pytest.mark.parametrize("group", KINDS)
 def test_a_name_that_two_have_is_refused_with_both(group: str, install: Install) -> None:
     kind, named, names, source = KINDS[group]
-    own = {"vpipe.models": "bert", "vpipe.datasets": "synthetic", "vpipe.schedules": "1f1b"}[group]
+    own = {"vpipe.models": "bert", "vpipe.datasets": "synthetic", "vpipe.executors": "naive",
+           "vpipe.schedules": "1f1b"}[group]
     for package in ("first", "second"):
         install(package, source.format(name="twice"), **{group.removeprefix("vpipe."): f"twice = {package}"})
     install("third", source.format(name=own), **{group.removeprefix("vpipe."): f"{own} = third"})
@@ -99,9 +114,51 @@ def test_a_name_that_two_have_is_refused_with_both(group: str, install: Install)
                           (own, "vpipe itself and the package 'third' (third)")):
         with pytest.raises(UserError) as caught:
             named(name)
-        assert str(caught.value) == (f"error: {holders} have a {kind} called '{name}'\n"
+        assert str(caught.value) == (f"error: {holders} have {one(kind)} called '{name}'\n"
                                      "hint: uninstall one of them, or give one another name")
     assert not {"first", "second", "third"} & set(sys.modules)
+
+
+ASIDE = """
+from concurrent.futures import ThreadPoolExecutor
+from vpipe.runtime import Worker
+
+class Aside(Worker):
+    forwards = 0
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.thread = ThreadPoolExecutor(1)
+
+    def compute(self, stage, microbatch, inputs):
+        Aside.forwards += 1
+        return self.thread.submit(super().compute, stage, microbatch, inputs).result()
+"""
+"""Workers whose forwards are computed in another thread."""
+
+
+def test_an_executor_of_a_package_trains_the_bits_of_its_oracle(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "aside_worker.py").write_text(ASIDE)
+    install("aside", "from vpipe.description import Executor\nExecutor('aside', 'aside_worker:Aside', "
+            "refuses={'timeline': ('aside has none', 'do without')}).register()\n", executors="aside = aside")
+    job = job_of(tmp_path, parallel__executor="aside")
+    with pytest.raises(UserError, match="trace is true, but aside has none"):
+        load_config(tmp_path / "c.yaml", ["trace=true"])
+    assert "aside_worker" not in sys.modules, "a config is read without it, and without torch"
+    batches = batches_for_steps(job, 2)
+    exact, *_ = references(job, batches)
+    assert all(difference.within(0) for difference in compare(run_in_process(job, batches), exact.trajectory))
+    assert sys.modules["aside_worker"].Aside.forwards == 2 * 2 * 4
+
+
+@pytest.mark.parametrize(("worker", "what", "hint"), [
+    ("not_there:Aside", "cannot be found: No module named 'not_there'", "worker='module:class'"),
+    ("vpipe:Model", "vpipe:Model, the class of the workers of the executor wrong, is no Worker", "derive it")])
+def test_an_executor_without_workers_is_refused(worker: str, what: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        worker_class(Executor("wrong", worker))
+    assert what in str(caught.value)
+    assert hint in str(caught.value)
 
 
 def test_schedules_of_packages_are_drawn_and_compared(install: Install, capsys: pytest.CaptureFixture[str],

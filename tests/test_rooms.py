@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "units": set(),
     "files": {"errors", "units"},
     "plugins": {"errors"},
-    "description": {"accelerator", "errors", "arguments"},
+    "description": {"accelerator", "errors", "arguments", "plugins"},
     "schedules": {"errors", "lazy", "files", "plugins", "description"},
     "model": {"accelerator", "errors", "arguments"},
     "plan": {"errors", "lazy", "description", "arguments", "files", "units", "schedules"},
@@ -204,7 +204,7 @@ def test_the_files_that_the_map_names_exist() -> None:
 
 MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/builder.py", "schedules/lowering.py",
                   "schedules/v_schedules.py", "schedules/generators/", "schedules/search/", "runtime/",
-                  "testing/strategies.py")
+                  "testing/strategies.py", "extras/async_threaded/")
 """The table, what makes actions (generators, lowering, the search, a strategy), and what executes them."""
 
 

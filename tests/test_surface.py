@@ -20,12 +20,12 @@ def has_remedy(name: str) -> bool:
     return any(part in RETIRED for part in longer)
 
 
-@pytest.mark.extras("bert_hdf5", "comparison", "generation", "legacy", "orion", "translation")
+@pytest.mark.extras("async_threaded", "bert_hdf5", "comparison", "generation", "legacy", "orion", "translation")
 def test_whatever_5332972d_took_is_taken_or_in_the_table() -> None:
     assert [name for name in sorted({*BEFORE} - {*surface()}) if not has_remedy(name)] == []
 
 
-@pytest.mark.extras("bert_hdf5", "comparison", "generation", "legacy", "orion", "translation")
+@pytest.mark.extras("async_threaded", "bert_hdf5", "comparison", "generation", "legacy", "orion", "translation")
 def test_the_table_is_short_and_names_only_what_is_gone() -> None:
     assert len(RETIRED) <= 40
     assert {*RETIRED} & {*surface()} == set()

@@ -34,7 +34,6 @@ from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
 from vpipe.runtime.collectives import LocalUsage, clock_offset
 from vpipe.runtime.engine import Engine, Pauses
-from vpipe.runtime.executors.async_threaded import KernelScheduler, ThreadedWorker
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
@@ -367,11 +366,14 @@ class Pipeline:
         for rank, worker in self.engine.workers.items():
             worker.optimizer_steps.observer = observer_of[rank]
 
-    def schedule_kernels(self, scheduler: KernelScheduler) -> None:
-        """Let a scheduler gate the kernels of the microbatches of this process, before the first one."""
+    def schedule_kernels(self, scheduler: Any) -> None:
+        """Let a scheduler gate the kernels of the microbatches of this process, before the first one.
+
+        Raises:
+            UserError: the executor has one stream for all microbatches.
+        """
         for worker in self.engine.workers.values():
-            assert isinstance(worker, ThreadedWorker), "only forwards that run in threads have streams of their own"
-            worker.schedule(scheduler)
+            worker.schedule_kernels(scheduler)
 
     def gradient_norms(self) -> dict[str, float]:
         """Return the norm of the gradients of each layer in the latest update of its stage, before clipping.
@@ -455,9 +457,9 @@ def _check_lanes(description: Description, width: int) -> None:
     """Refuse what does not go together with layers that compute over several lanes; ``width``: most ranks of a stage.
     """
     execution, codecs = description.execution, set(description.transfers.codecs(description.cut.count)) - {"none"}
+    why = execution.refused("mesh")
     refused = [Problem(f"{what} beside a mesh whose layers compute over several lanes", hint) for what, there, hint in (
-        (f"the executor is {execution.executor}", execution.threaded,
-         "threads would begin the collectives of layers in another order in each lane: use the executor overlapped"),
+        (f"the executor is {execution.executor}", why is not None, ": ".join(why or ())),
         (f"compile is {execution.compile}", execution.backend is not None, "leave it out"),
         (f"compress is {', '.join(sorted(codecs))}", bool(codecs),
          "lanes would round what they hold in common apart: leave it out")) if there]

@@ -82,10 +82,14 @@ class PluginGroup:
         if name in table:
             return table[name]
         if entry is not None:
-            raise UserError(f"the package '{_package(entry)}' announces a {self.kind} '{name}', but importing "
+            raise UserError(f"the package '{_package(entry)}' announces {self._one} '{name}', but importing "
                             f"{entry.value} registers none of that name",
                             hint="use the same name in its entry point and in the decorator")
         raise UserError(f"no {self.kind} is called '{name}'", hint=nearest(name, known(), open_list=True))
+
+    @property
+    def _one(self) -> str:
+        return f"{'an' if self.kind[0] in 'aeiou' else 'a'} {self.kind}"
 
     def _load(self, name: str, *, own: bool) -> EntryPoint | None:
         """Import the package that announces this name; return its entry point, None when there is none.
@@ -99,7 +103,7 @@ class PluginGroup:
         holders = [*(["vpipe itself"] if own else []), *(f"the package '{_package(entry)}' ({entry.value})"
                                                          for entry in entries)]
         if len(holders) > 1:
-            raise UserError(f"{' and '.join(holders)} have a {self.kind} called '{name}'",
+            raise UserError(f"{' and '.join(holders)} have {self._one} called '{name}'",
                             hint="uninstall one of them, or give one another name")
         try:
             entries[0].load()

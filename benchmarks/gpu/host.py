@@ -19,6 +19,7 @@ from models import published_jobs
 from torch import Tensor
 
 from vpipe import Execution, Pipeline, accelerator
+from vpipe.description import Executor
 
 sys.path.append(str(Path(__file__).parent.parent / "host"))
 
@@ -114,7 +115,7 @@ def main() -> None:
                                 schedule="gpipe", microbatches=job.config.training.num_microbatches,
                                 precision=job.config.training.precision,
                                 execution=Execution(device=part.device, executor=executor))
-             for executor in ("overlapped", "async_threaded", "naive")}
+             for executor in Executor.names()}
     gaps(part, pipes["overlapped"], batch)
     seconds = seconds_per_batch(part, trainings(pipes, batch, 3), 3, 1 if part.small else 4)
     for executor, each in seconds.items():

@@ -42,6 +42,7 @@ from torch import Tensor  # noqa: E402
 from vpipe import Model, Pipeline, accelerator  # noqa: E402
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices  # noqa: E402
 from vpipe.checkpoint.shards import HostBuffer  # noqa: E402
+from vpipe.description import Executor  # noqa: E402
 from vpipe.profiling import RankGroup, measure  # noqa: E402
 from vpipe.schedules import registry  # noqa: E402
 from vpipe.schedules.registry import RegisteredSchedule  # noqa: E402
@@ -75,9 +76,8 @@ def case(model: Build = untied_model, other: str | None = None, skips: bool = Fa
 
 
 def executors(name: str) -> Iterator[str]:
-    yield from ("overlapped", "naive")
-    if name == "gpipe":
-        yield "async_threaded"
+    yield from (executor for executor in ("overlapped", "naive", "async_threaded") if executor in Executor.names()
+                and (name == "gpipe" or not Executor.named(executor).threaded))
 
 
 def settings(name: str) -> OptimizerSettings:
@@ -150,7 +150,10 @@ SINGLE = {
        for model in (untied_model, rich_model, norm_model)},
 }
 
-FAST = ("1f1b overlapped", "pipedream overlapped", "gpipe async_threaded", "gpipe naive", "zb_h1 overlapped")
+SINGLE = {name: single for name, single in SINGLE.items() if single.words.get("executor", "naive") in Executor.names()}
+
+FAST = [name for name in ("1f1b overlapped", "pipedream overlapped", "gpipe async_threaded", "gpipe naive",
+                          "zb_h1 overlapped") if name in SCHEDULES]
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,7 @@ WAITS = {
     "1f1b under naive": Waits({"schedule": "1f1b", "executor": "naive"}, {"copy to host": 1, "device": 59},
                               "this executor waits for the device after each action, to measure it"),
 }
+WAITS = {name: wanted for name, wanted in WAITS.items() if wanted.words.get("executor", "naive") in Executor.names()}
 EVALUATION = {"copy to host": 2}
 """Of four batches: one per twelve microbatches, as many as go through at a time."""
 
@@ -461,7 +465,8 @@ CHECKS: dict[str, dict[str, Callable[[], None]]] = {
     "whole": {"saved while training goes on": check_saved_while_training_goes_on,
               "saved and resumed from files": check_saved_and_resumed_from_files, "recorded": check_recorded,
               "records have the times of the device": check_records_have_the_times_of_the_device,
-              "forwards on streams overlap": check_forwards_on_streams_overlap,
+              **({"forwards on streams overlap": check_forwards_on_streams_overlap}
+                 if "async_threaded" in Executor.names() else {}),
               "offloaded memory is used again": check_offloaded_memory_is_used_again,
               "memory in the summary": check_memory_in_the_summary, "profile": check_profile},
     "fast": {**{name: partial(check_case, SCHEDULES[name]) for name in FAST},

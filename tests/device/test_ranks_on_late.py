@@ -118,6 +118,7 @@ SETTINGS = {
        for number, placement in enumerate(placements)},
     "both directions": words_of("chimera", placement=DOWN_AND_UP, microbatches=8),
     "replicas that update seldom": words_of("2bw", placement=TWO_TWO, update_every=2, batches=3)}
+THREADED = pytest.mark.extras("async_threaded")
 
 SCALED = {"loss_scale": 1024}
 LIKE_ONE_PROCESS = {
@@ -156,7 +157,8 @@ def test_every_way_to_make_communicators_and_to_send(four: World, schedule: str,
 
 
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "apart", "gloo")])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [pytest.param(name, marks=THREADED if "streams" in name else [])
+                                     for name in SETTINGS])
 def test_every_setting(four: World, setting: str, rules: str) -> None:
     words = SETTINGS[setting]
     check(four, here(json.dumps(words)), rules, 2, words)
@@ -183,7 +185,8 @@ receives are copied to the device without a wait."""
 
 
 @pytest.mark.parametrize("rules", ["hardest", pytest.param("gloo", marks=SYSTEM)])
-@pytest.mark.parametrize("name", ["1f1b", *[pytest.param(name, marks=SYSTEM) for name in list(WAITS)[1:]]])
+@pytest.mark.parametrize("name", ["1f1b", *[pytest.param(name, marks=[*SYSTEM, *[THREADED] * (name == "streams")])
+                                            for name in list(WAITS)[1:]]])
 def test_how_often_the_host_waits(four: World, name: str, rules: str) -> None:
     words, on_host, sent = WAITS[name]
     found = four.run(rank_checks.under, run="rank_checks.host_waits", rules=RULES[rules], seed=1, microbatches=4,

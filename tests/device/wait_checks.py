@@ -29,9 +29,9 @@ from vpipe import accelerator  # noqa: E402
 from vpipe.app.train import peak_flops  # noqa: E402
 from vpipe.app.train.torch_profiler import TorchProfiler  # noqa: E402
 from vpipe.checkpoint.shards import HostBuffer  # noqa: E402
+from vpipe.description import Executor  # noqa: E402
 from vpipe.profiling import links  # noqa: E402
 from vpipe.runtime.action_recorder import _DeviceTimes  # noqa: E402
-from vpipe.runtime.executors.async_threaded import DeviceStreams  # noqa: E402
 from vpipe.schedules.action_record import RecordedAction  # noqa: E402
 from vpipe.schedules.kinds import Op  # noqa: E402
 
@@ -51,6 +51,8 @@ def done() -> bool:
 
 def check_forwards() -> None:
     """What async_threaded does with its streams, microbatch after microbatch; each stream has other work, too."""
+    from vpipe.extras.async_threaded.worker import DeviceStreams
+
     streams, total, read, sent = DeviceStreams(DEVICE), full(0), [], []
     for number in range(1, 5):
         late.busy(10)
@@ -150,7 +152,7 @@ def check_end_of_records() -> None:
     assert 3 <= record.waited_s < 3.1
 
 
-STREAMS = "runtime/executors/async_threaded.py "
+STREAMS = "extras/async_threaded/worker.py "
 CHECKS: dict[str, Callable[[], None]] = {
     "accelerator.py clock_of.synchronised: synchronize(device)": check_clock,
     "accelerator.py synchronize: torch.accelerator.synchronize(device)": check_synchronize,
@@ -170,8 +172,9 @@ CHECKS: dict[str, Callable[[], None]] = {
         "DeviceStreams.prepare_sends: _record(tensors, accelerator.current_stream(self._device), self._sends)",
         "DeviceStreams.sending: self._sends.wait_event(self._ends[microbatch])",
         "DeviceStreams.sending: self._sends.wait_stream(accelerator.current_stream(self._device))",
-        "DeviceStreams.gather: caller.wait_event(event)", "_record: tensor.record_stream(stream)")},
-    "runtime/executors/naive.py NaiveWorker._to_its_end: accelerator.synchronize(here.device)":
+        "DeviceStreams.gather: caller.wait_event(event)", "_record: tensor.record_stream(stream)")
+        if "async_threaded" in Executor.names()},
+    "runtime/naive.py NaiveWorker._to_its_end: accelerator.synchronize(here.device)":
         partial(pipeline_checks.check_waits, pipeline_checks.WAITS["1f1b under naive"])}
 
 

@@ -142,7 +142,8 @@ def test_ranks_in_different_calls_say_which(pair: World) -> None:
         "error: rank 1 (stage 1) failed: rank 0 is at evaluation batch 0, rank 1 at training batch 1; rank 0 ")
 
 
-@pytest.mark.parametrize("arguments", [{"schedule": "1f1b"}, {"schedule": "gpipe", "executor": "async_threaded"}])
+@pytest.mark.parametrize("arguments", [{"schedule": "1f1b"}, pytest.param(
+    {"schedule": "gpipe", "executor": "async_threaded"}, marks=pytest.mark.extras("async_threaded"))])
 def test_an_error_in_a_layer_is_raised_with_its_place_and_told_to_all(pair: World, arguments: dict[str, Any]) -> None:
     pair.begin(jobs.layer_raises, timeout_s=30, **arguments)
     error = run_error(pair.outcome(1, 30))

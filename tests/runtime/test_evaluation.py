@@ -93,8 +93,8 @@ def test_what_is_no_output_of_all_samples_is_refused(outputs: Any, problem: str)
 @pytest.mark.parametrize(("arguments", "under_rules"), [
     ({"schedule": "1f1b", "stages": 4, "hide": True}, False),
     ({"schedule": "zb_v", "stages": 8, "executor": "naive"}, True),
-    ({"schedule": "gpipe", "stages": 4, "executor": "async_threaded", "shared_memory": False, "compress": "bf16"},
-     False),
+    pytest.param({"schedule": "gpipe", "stages": 4, "executor": "async_threaded", "shared_memory": False,
+                  "compress": "bf16"}, False, marks=pytest.mark.extras("async_threaded")),
     ({"schedule": "pipedream", "placement": [[0, 1], [2], [3]], "stages": 3, "average": 0.9}, True)],
     ids=["hidden fields", "several stages per rank", "gloo alone", "replicas and an average"])
 def test_four_processes_find_what_one_does(world: World, arguments: dict[str, Any], under_rules: bool) -> None:

@@ -31,7 +31,8 @@ REPLICAS = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
     ("nadam", "bf16", {"schedule": "pipedream_vertical_sync", "partition": [1, 5, 2]}),
     ("muon", "bf16", {"schedule": "zb_v", "partition": [2, 2, 2, 2], "executor": "naive"}),
     ("muon", "bf16_pure", {"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4, **EXTRAPOLATED}),
-    ("nadam", "bf16_pure", {"schedule": "gpipe", "partition": [3, 5], "executor": "async_threaded"}),
+    pytest.param("nadam", "bf16_pure", {"schedule": "gpipe", "partition": [3, 5], "executor": "async_threaded"},
+                 marks=pytest.mark.extras("async_threaded")),
     ("nadam muon", "fp16", {"schedule": "pipedream", "recompute": 1.0, "loss_scale": 1024, **REPLICAS})])
 def test_equals_its_oracle(names: str, precision: str, arguments: dict[str, Any]) -> None:
     """Every optimizer in every precision, with a flush and without; ties, clipping, a learning rate that falls; the

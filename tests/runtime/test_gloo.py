@@ -11,6 +11,7 @@ import pytest
 from everywhere import OVER, over, same_everywhere
 from world import World
 
+from vpipe.description import Executor
 from vpipe.distributed.descriptors import AT_START, SPARE, joining
 from vpipe.schedules.registry import RegisteredSchedule
 
@@ -63,7 +64,7 @@ def test_every_schedule(world: World, schedule: str, rules: Mapping[str, bool] |
       ("nccl", {"schedule": "pipedream", "precision": "fp16", "loss_scale": 1024}),
       ("nccl", {"schedule": "1f1b", "model": "untied"}), ("nccl", {"schedule": "gpipe", "skip_not_finite": True}),
       ("nccl", {"schedule": "dualpipe", "microbatches": 8, "precision": "fp16"}),
-      ("nccl", {"schedule": "gpipe", "executor": "async_threaded"}),
+      *[("nccl", {"schedule": "gpipe", "executor": name}) for name in Executor.names() if name == "async_threaded"],
       *[("nccl", {"schedule": schedule, "executor": "naive"}) for schedule in ("1f1b", "chimera", "pipedream")])
 def test_every_setting(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
     """Cuts, recompute, shapes that change, fields that a rank does not read and that have no values, tensors of any

@@ -11,7 +11,7 @@ from models import WIDTH, Head, Words, rich_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe import Cut, Execution, Layer, Model, Order, Pipeline
+from vpipe import Cut, Layer, Model, Order, Pipeline
 from vpipe.errors import UserError
 from vpipe.testing import TrainingRecipe, asynchronous_oracle
 
@@ -279,9 +279,6 @@ def hooking(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
      f"'zb_h1' {SPLIT}", WHOLE),
     (one_hooked(), hooking, {"schedule": "zb_h1", "microbatches": 4, "precision": "bf16_pure"},
      "'words.word.weight'", f"'zb_h1' {SPLIT}", WHOLE),
-    (one_hooked("register_hook"), momentum, {"schedule": "gpipe", "execution": Execution(executor="async_threaded")},
-     "'a.weight'", "the executor async_threaded adds gradients when all microbatches have theirs",
-     "use the executor overlapped"),
     (one_hooked("register_hook"), momentum, {"schedule": Order("seq1f1b", slices=2)}, "'a.weight'",
      "each slice of a microbatch has a backward of its own", "leave the slices out"),
     (hooked_model(Calls(), tied=True), momentum, {"stages": Cut([1, 4, 1], recompute=[[], [4], []])},

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from world import World
 
 from vpipe import Model
+from vpipe.description import Executor
 from vpipe.errors import RunError, UserError
 
 pytestmark = pytest.mark.jobs
@@ -192,6 +193,9 @@ def test_a_rank_that_dies_ends_all_lanes_and_is_named_with_its_lane(four: World)
                         error["text"]), error["text"]
 
 
+THREADED = [name for name in Executor.names() if Executor.named(name).threaded]
+
+
 def refused() -> list[str]:
     """The first lines of the errors of meshes, and of what does not go with lanes."""
     meshes = made((2, 2)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
@@ -199,7 +203,7 @@ def refused() -> list[str]:
         {"mesh": init_device_mesh("cpu", (2, 2))}, {"mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))},
         {"mesh": meshes[1]["pp"]}, {"mesh": meshes[dist.get_rank() == 1]},
         {"mesh": meshes[1], "compile": "aot_eager"}, {"mesh": meshes[1], "compress": "bf16"},
-        {"mesh": meshes[1], "schedule": "gpipe", "executor": "async_threaded"},
+        *[{"mesh": meshes[1], "schedule": "gpipe", "executor": name} for name in THREADED],
         {"mesh": meshes[1], "schedule": "gpipe" if dist.get_rank() > 1 else "1f1b"},
         {"mesh": meshes[1], "recompute": float(dist.get_rank() > 1)}]
     errors = []
@@ -220,7 +224,8 @@ def test_meshes_and_what_lanes_cannot_do_are_refused_with_numbers(world: World) 
             "2, 3 on rank 1",
             "error: compile is aot_eager beside a mesh whose layers compute over several lanes",
             "error: compress is bf16 beside a mesh whose layers compute over several lanes",
-            "error: the executor is async_threaded beside a mesh whose layers compute over several lanes",
+            *[f"error: the executor is {name} beside a mesh whose layers compute over several lanes"
+              for name in THREADED],
             "error: the schedule is 1f1b of 4 microbatches, layers (4, 4), checksum x on rank 0 and gpipe of 4 "
             "microbatches, layers (4, 4), checksum x on rank 2",
             "error: the schedule is 1f1b of 4 microbatches, layers (4, 4), checksum x on rank 0 and 1f1b of 4 "

@@ -21,7 +21,7 @@ FORWARD_HINT = "\nhint: make the layer accept these inputs, or change the output
 BACKWARD_HINT = "\nhint: torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
 
 EXECUTORS = [("naive", "gpipe"), ("overlapped", "1f1b"), ("overlapped", "pipedream"), ("overlapped", "zb_h1"),
-             ("async_threaded", "gpipe")]
+             pytest.param("async_threaded", "gpipe", marks=pytest.mark.extras("async_threaded"))]
 
 
 class RaisesInBackward(torch.autograd.Function):

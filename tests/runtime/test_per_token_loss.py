@@ -33,7 +33,8 @@ def uneven(batches: int, seed: int = 3) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("words", [
     {"schedule": "1f1b", "stages": 3, "grad_clip": 0.5}, {"schedule": "zb_h1", "stages": 3},
     {"schedule": "1f1b", "placement": [[0, 1], [2]], "stages": 2, "skip_not_finite": True},
-    {"schedule": "gpipe", "stages": 2, "executor": "async_threaded"},
+    pytest.param({"schedule": "gpipe", "stages": 2, "executor": "async_threaded"},
+                 marks=pytest.mark.extras("async_threaded")),
     {"schedule": "1f1b", "stages": 2, "precision": "fp16", "loss_scale": 1000},
     {"schedule": "pipedream", "stages": 3}, {"schedule": "2bw", "stages": 3, "update_every": 4},
     {"schedule": "pipedream", "placement": [[0], [1, 2, 3]], "stages": 2, "update_every": 2},

@@ -39,14 +39,14 @@ pytestmark = pytest.mark.jobs
 def around_backwards(*, before: Callable[[Any], None] = lambda weights: None,
                      after: Callable[[Any], None] = lambda weights: None) -> Iterator[None]:
     """Do something to the gradients of a stage around every backward."""
-    real = Worker._backward
+    real = Worker.backward
 
     def planted(worker: Worker, stage: int, microbatch: int) -> None:
         before(worker.stages[stage].weights)
         real(worker, stage, microbatch)
         after(worker.stages[stage].weights)
 
-    with patch.object(Worker, "_backward", planted):
+    with patch.object(Worker, "backward", planted):
         yield
 
 

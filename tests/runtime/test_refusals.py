@@ -36,9 +36,6 @@ def tied_to(owner: str, frozen: bool = False) -> Model:
     *(({**STREAM, "delay_correction": value}, f"delay_correction is {value!r}", "") for value in (
         "predict", -1, math.inf)),
     ({"executor": "native"}, "no executor is called 'native'", "did you mean 'naive'?"),
-    ({"executor": "async_threaded"},
-     "the executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
-     "use the schedule gpipe, or the executor overlapped, which runs any"),
     ({"precision": "fp61"}, "precision is 'fp61'", "did you mean"),
     ({"precision": "bf16", "loss_scale": 8.0}, "loss_scale is 8.0, but the precision is bf16", "only fp16"),
     ({"precision": "fp16", "loss_scale": 0}, "loss_scale is 0", "a number above 0"),

@@ -206,7 +206,8 @@ def test_what_fails_in_a_slice_is_named(model: Any, error: type[Exception], what
     (lambda: changed(2, carried=None), {}, "layer 'lstm' does not say what goes from a slice", "carried=() says that"),
     (rich_model, {}, "layer 'embed' and 7 other layers do not say what goes", "Layer"),
     (rich_model, {}, "the model does not say which field of a batch has its labels", "labels="),
-    (sliced_model, {"schedule": "gpipe", "executor": "async_threaded"}, "async_threaded adds gradients", "overlapped"),
+    pytest.param(sliced_model, {"schedule": "gpipe", "executor": "async_threaded"}, "async_threaded adds gradients",
+                 "overlapped", marks=pytest.mark.extras("async_threaded")),
     (sliced_model, {"compile": "eager"}, "layers would be compiled for every length", "do not compile, or leave the"),
     (sliced_model, {"compress": "int8"}, "their transfers are compressed", "leave compress out, or leave")])
 def test_what_slices_would_change_is_refused(model: Any, words: dict[str, Any], what: str, hint: str) -> None:

@@ -123,7 +123,8 @@ CHANGING: dict[str, Build] = {"normaliser": Normaliser, "counter": Counter, "qua
 
 @pytest.mark.parametrize("name", CHANGING)
 @pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "overlapped"), ("zb_h1", "overlapped"),
-                                                    ("gpipe", "async_threaded")])
+                                                    pytest.param("gpipe", "async_threaded",
+                                                                 marks=pytest.mark.extras("async_threaded"))])
 def test_recompute_of_what_a_forward_changes_equals_plain_pytorch(name: str, schedule: str, executor: str) -> None:
     build = CHANGING[name]
     assert_exact(model_of(build, build), schedule, [2, 2], 1.0, executor=executor)

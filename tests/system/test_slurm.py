@@ -182,6 +182,7 @@ def test_a_job_that_goes_back_into_the_queue_goes_on(cluster: Cluster, work: Pat
     assert losses(run) == oracle(job_of(tmp_path, **sizes), 40).losses
 
 
+@pytest.mark.extras("async_threaded", "orion")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_orion_library_before_srun(cluster: Cluster, work: Path) -> None:
     """The command of orion.md: every rank has the library, and trains the losses of a run without it."""

@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vpipe.arguments import Arguments, shown
-from vpipe.errors import nearest
+from vpipe.errors import UserError
+from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Executor:
+    """An executor: the class of the workers that execute a rank's actions, and what does not go with it.
+
+    A package adds one by :meth:`register`, in a module to which an entry point in the group ``vpipe.executors`` points
+    under the executor's name (docs/executors.md). A config that names it imports the module, which needs no torch.
+
+    Attributes:
+        name: in a config.
+        worker: the class, ``module:class``, of :class:`vpipe.runtime.Worker`; a pipeline that is built imports it.
+        threaded: the forwards of a batch run in threads, then the backwards from the last microbatch to the first; the
+            gradients are nevertheless added in the order of the microbatches. The schedule must be ``reversible``.
+        refuses: why it has no ``timeline``, calls no ``hooks`` on parameters, or runs no layers on a ``mesh`` or
+            ``slices`` of sequences, and what to do instead.
+    """
+
+    name: str
+    worker: str
+    threaded: bool = False
+    refuses: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def register(self) -> None:
+        """Add the executor to those that a pipeline may have.
+
+        Raises:
+            UserError: another one has its name.
+        """
+        known = _EXECUTORS.setdefault(self.name, self)
+        if known != self:
+            raise UserError(f"there is already an executor called '{self.name}': {known.worker}",
+                            hint="choose another name")
+
+    @classmethod
+    def named(cls, name: str) -> Executor:
+        """Return the executor called ``name``.
+
+        Raises:
+            UserError: there is none (the hint names the nearest), or several, or its package cannot be imported.
+        """
+        return PLUGINS.named(name, _EXECUTORS, lambda executor: __name__ if executor in _OWN else "", cls.names)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return every name of :meth:`named`, without importing the packages that announce them."""
+        return sorted({*_EXECUTORS, *PLUGINS.names})
+
+
+PLUGINS = PluginGroup("vpipe.executors", "executor")
+_OWN = (Executor("overlapped", "vpipe.runtime.worker:Worker"), Executor("naive", "vpipe.runtime.naive:NaiveWorker"))
+_EXECUTORS = {executor.name: executor for executor in _OWN}
 
 
 @dataclass(frozen=True)
@@ -21,8 +75,9 @@ class Execution:
         device: of this process: ``cpu``, ``cuda`` or ``cuda:1``. When None, a GPU where there is one: that of
             ``LOCAL_RANK`` (ranks that outnumber GPUs share them), or the one that ``torch.cuda.set_device`` chose; else
             the processor. ``cuda`` means the same GPU. It becomes the current one of this process.
-        executor: ``overlapped``, ``naive`` (each action has ended when the next begins) or, with the schedule
-            ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
+        executor: ``overlapped``, whose transfers run beside the compute; ``naive``, under which an action, with its
+            transfers, has ended when the next begins; or another :class:`Executor`. The numbers are the same to the
+            bit; see docs/executors.md.
         compile: compile every layer with torch.compile: True for its default backend, or the name of another one.
             Schedules that split the backward are refused.
         mesh: of all ranks, one of whose dimensions is called ``pp``: along it lie the ranks of a pipeline, and each
@@ -35,38 +90,35 @@ class Execution:
         UserError: a value is of another kind.
     """
 
-    Executor = Literal["overlapped", "naive", "async_threaded"]
-    """``overlapped``: transfers run beside the compute. ``naive``: an action, with its transfers, ends before the next
-    begins. ``async_threaded``: the forwards of a batch run in a thread each, on a GPU in a stream each, then the
-    backwards from the last to the first. The numbers are the same to the bit."""
-
     device: torch.device | str | None = None
-    executor: Executor = "overlapped"
+    executor: str = "overlapped"
     compile: bool | str = False
     mesh: DeviceMesh | None = None
     data: str | None = None
 
     def __post_init__(self) -> None:
         given = Arguments()
-        if self.executor not in (known := get_args(Execution.Executor)):
-            given.refuse(f"no executor is called {shown(self.executor)}", nearest(str(self.executor), known))
+        given.name("executor", self.executor, *Executor.names())
         if self.data is not None and self.mesh is None:
             given.refuse(f"data is {shown(self.data)} without a mesh", "give the mesh that has this dimension, too")
         if not isinstance(self.compile, bool | None):
             given.name("compile", self.compile, "aot_eager")
         given.check()
+        Executor.named(self.executor)
 
     @property
     def threaded(self) -> bool:
         """Whether the forwards of a batch run in threads."""
-        return self.executor == "async_threaded"
+        return Executor.named(self.executor).threaded
 
     @property
     def no_timeline(self) -> tuple[str, str] | None:
         """Why a run has no timeline of actions, and what to do instead; None where it has one."""
-        return ("the forwards of the executor async_threaded go on in threads, several at one time: there is no "
-                "timeline of actions one after the other", "use the executor overlapped, which computes the same "
-                "numbers") if self.threaded else None
+        return self.refused("timeline")
+
+    def refused(self, what: str) -> tuple[str, str] | None:
+        """Return why the executor refuses ``timeline``, ``hooks``, ``mesh`` or ``slices``, and what to do instead."""
+        return Executor.named(self.executor).refuses.get(what)
 
     @property
     def backend(self) -> str | None:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from vpipe.runtime.slices import check_slices
     from vpipe.runtime.stage_usage import StageUsage
     from vpipe.runtime.step_results import Step
+    from vpipe.runtime.worker import Worker
 
-__all__ = ["StageUsage", "Step", "check_slices", "prepare_schedule"]
+__all__ = ["StageUsage", "Step", "Worker", "check_slices", "prepare_schedule"]
 
 # Loaded when first asked for: a config is read without torch.
 __getattr__ = lazy(__name__, {
-    "StageUsage": "stage_usage", "Step": "step_results",
+    "StageUsage": "stage_usage", "Step": "step_results", "Worker": "worker",
     "check_slices": "slices", "prepare_schedule": "pipeline_schedule"})

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 
 from vpipe.description.description import Description
-from vpipe.description.execution import Execution
+from vpipe.description.execution import Executor
 from vpipe.distributed.device import DeviceMap
+from vpipe.errors import UserError
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec, Ties
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation
-from vpipe.runtime.executors.async_threaded import ThreadedWorker
-from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.optimizer_step import OptimizerSteps
@@ -82,8 +82,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     placement, lanes = schedule.placement, world.lanes
     distributed = len(lanes.own) > 1
     update, execution, precision = description.update, description.execution, description.precision
-    worker_of: dict[Execution.Executor, Callable[..., Worker]] = {
-        "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
+    make_worker = worker_class(Executor.named(execution.executor))
     if (backend := execution.backend) is not None:
         check_compiled(backend, schedule, world.own)
         compile_layers([layer for stages in built.values() for stage in stages.values()
@@ -103,7 +102,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         optimizers = {s: StageOptimizer.build(update.make_optimizer, stage.weights.masters, s)
                       for s, stage in stages.items()}
         for stage in stages.values():
-            stage.check_hooks = partial(check_hooks, stage, schedule, ties, execution.threaded)
+            stage.check_hooks = partial(check_hooks, stage, schedule, ties, execution.refused("hooks"))
             stage.check_hooks()
         owners = assign_owners(stages, optimizers, placement) if update.zero1 else {}
         for s, owned in owners.items():
@@ -126,12 +125,29 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                                 for s, factor in factors.items() if factor},
                                {s: WeightAverage(stages[s].weights, optimizers[s], update.average) for s in stages
                                 if update.average is not None}, owners)
-        workers[rank] = worker_of[execution.executor](
+        workers[rank] = make_worker(
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
             schedule.offloaded_stages,
             compression, FullyShardedStages(stages, group), kept)
     return workers
+
+
+def worker_class(executor: Executor) -> type[Worker]:
+    """Import the class of an executor's workers.
+
+    Raises:
+        UserError: it cannot be imported, or is no :class:`Worker`.
+    """
+    try:
+        found = resolve_name(executor.worker)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"the workers of the executor {executor.name} are of the class {executor.worker}, which cannot "
+                        f"be found: {error}", hint="give the executor worker='module:class'") from None
+    if not (isinstance(found, type) and issubclass(found, Worker)):
+        raise UserError(f"{executor.worker}, the class of the workers of the executor {executor.name}, is no Worker",
+                        hint="derive it: class MyWorker(vpipe.runtime.Worker)")
+    return found
 
 
 def assign_owners(stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from vpipe.runtime.stage import Stage
 
 
-def check_hooks(stage: Stage, schedule: Schedule, ties: Ties, threaded: bool) -> None:
+def check_hooks(stage: Stage, schedule: Schedule, ties: Ties,
+                refused: tuple[str, str] | None) -> None:
     """Refuse hooks on parameters of a stage, also those of an optimizer's factory.
 
     Args:
         ties: between stages, of weights that are trained.
-        threaded: whether the executor runs forwards in threads.
+        refused: why the executor does not have them called, and what to do instead, if it does not.
     """
     own, number, width = stage.weights, stage.spec.index, len(schedule.placement[stage.spec.index])
     tied = {name for names in ties.get(number, {}).values() for name in names}
@@ -37,8 +38,7 @@ def check_hooks(stage: Stage, schedule: Schedule, ties: Ties, threaded: bool) ->
          "of weights are made later, without autograd", remedy),
         (own, own.names if schedule.slices > 1 else (), HOOKS, "each slice of a microbatch has a backward of its own",
          "leave the slices out"),
-        (own, own.names if threaded else (), HOOKS, "the executor async_threaded adds gradients when all microbatches "
-         "have theirs", "use the executor overlapped"),
+        *([(own, own.names, HOOKS, *refused)] if refused is not None else []),
         (own, stage.summed_late, HOOKS, "it is used by recomputed layers and by others, which have backwards of their "
          "own", "recompute all layers that use it, with those between, or none"),
         (own, own.names if width > 1 else (), HOOKS[1:], f"the {width} replicas of stage {number} each add up a part "

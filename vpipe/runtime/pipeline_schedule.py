@@ -34,7 +34,7 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
     """
     ties: dict[int, tuple[int, ...]] = {}
     if execution.threaded and (refused := RegisteredSchedule.threads_refused(order.schedule)):
-        raise UserError(f"the executor is {refused[0]}", hint=refused[1])
+        raise UserError(f"the executor is {execution.executor}, {refused[0]}", hint=refused[1])
     if model is not None:
         from vpipe.model.split import ties_between  # here, for a config is read without torch
 

@@ -49,9 +49,9 @@ def _problems(model: Model, description: Description, slices: int) -> Iterator[P
                       "slices count", "name it, if the loss is the mean over its entries that are not -100: "
                       "Model(layers, batch=..., labels='labels'); or leave the slices out")
     execution = description.execution
+    if (why := execution.refused("slices")) is not None:
+        yield Problem(f"{cut} {why[0]}", f"{why[1]}, or leave the slices out")
     for refused, what, hint in (
-            (execution.threaded, "the executor async_threaded adds gradients in the order of the forwards",
-             "use the executor overlapped"),
             (execution.backend is not None, "layers would be compiled for every length of what comes before a slice",
              "do not compile"),
             (execution.data is not None, "fully_shard divides the weights of layers that are called for each slice",

@@ -16,7 +16,7 @@ from vpipe.description.precision import Precision
 from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, check_alike, kind_of, moved, parameter_of, set_parameter, share_modules
 from vpipe.model.model import Model
-from vpipe.model.sequential import rounded_module
+from vpipe.model.sequential import loss_buffers, rounded_module
 from vpipe.model.split import StageSpec
 from vpipe.model.wrappers import find_wrapper
 from vpipe.runtime.sharded_tensors import parted, set_data
@@ -228,6 +228,13 @@ class StageLayers:
         """Yield all buffers as ``"<layer>.<buffer>"``."""
         for i, module in self.modules.items():
             yield from module.named_buffers(self.layer_names[i])
+
+    @property
+    def saves_buffers(self) -> bool:
+        """Return whether a layer or its loss has buffers that are saved, which its forward may write."""
+        modules = self.modules.values()
+        return any(not module.state_dict().keys().isdisjoint(dict(module.named_buffers())) or loss_buffers(module)
+                   for module in modules)
 
     def state(self) -> dict[str, Tensor]:
         """Return parameters (latest version; masters of rounded ones) and buffers, which are widened if rounded.

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import attrgetter
 from pkgutil import resolve_name
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,10 @@ def check_runnable(present: Collection[Kind]) -> None:
 class Worker:
     """Execute the actions of one rank. Its stores (records, transfers, pins) are empty at the end of a segment.
 
+    This is the executor ``overlapped``. Another executor is a subclass (:class:`~vpipe.description.Executor`): it wraps
+    ``operations``, the functions of the kinds of actions, or overrides the parts of a forward and a backward that have
+    public names.
+
     Args:
         placement: ranks per stage.
         stages: of this rank.
@@ -96,7 +100,7 @@ class Worker:
         self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
         self._p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression),
                                  kept)
-        self._last = len(placement) - 1
+        self.last_stage = len(placement) - 1
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
@@ -147,7 +151,7 @@ class Worker:
         try:
             self.operations[op](stage, index)
         except RunError as error:
-            if (first := self._report_failure(error, action)) is not None:
+            if (first := self.report_failure(error, action)) is not None:
                 raise first from error
             raise
         except VpipeError as error:
@@ -157,7 +161,7 @@ class Worker:
         except Exception as error:
             who = "the optimizer step raised " if op.makes_version else ""
             failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
-            raise self._report_failure(failure, action) or failure from error
+            raise self.report_failure(failure, action) or failure from error
         self.seconds[stage, op] += perf_counter() - started - (transport.wait_s - waited)
 
     def end(self) -> None:
@@ -241,6 +245,15 @@ class Worker:
                          if not op.is_own and op.transfer is None and op.host_bytes is None),
             state_bytes=self.optimizer_steps.state_bytes(stage))
 
+    def schedule_kernels(self, scheduler: Any) -> None:
+        """Let a scheduler gate the kernels of each microbatch, which an executor with streams for them can.
+
+        Raises:
+            UserError: all microbatches have one stream.
+        """
+        raise UserError("the kernels of microbatches are to be scheduled, but the executor has one stream for all",
+                        hint="use an executor with a stream for each, such as async_threaded of vpipe/extras")
+
     @property
     def kept_bytes(self) -> int:
         """The bytes of tensors that wait for a later stage of the rank and that no record of a microbatch counts."""
@@ -248,33 +261,38 @@ class Worker:
 
     # -- forward ---------------------------------------------------------------------------------------
 
-    def _forward(self, stage_index: int, microbatch: int) -> None:
-        inputs, stage = self._forward_inputs(stage_index, microbatch), self.stages[stage_index]
+    def forward(self, stage_index: int, microbatch: int) -> None:
+        """Execute a forward: receive its inputs, compute, and store what comes of it."""
+        inputs = self.forward_inputs(stage_index, microbatch)
+        self.end_forward(stage_index, microbatch, inputs, *self.compute(stage_index, microbatch, inputs))
+
+    def compute(self, stage_index: int, microbatch: int, inputs: ForwardInputs) -> tuple[list[Tensor], Record | None]:
+        """Run the layers of a stage; return the outputs, and the record for the backward, None in an evaluation."""
+        stage = self.stages[stage_index]
         if inputs.pins is None:
-            wanted = self.wanted if stage_index == self._last else None
+            wanted = self.wanted if stage_index == self.last_stage else None
             outputs = stage.evaluate(inputs.received, inputs.fields, inputs.key, wanted.names if wanted else ())
             if wanted is not None:
                 ((_, (samples, *_)), *_) = inputs.signature
                 self.outputs[self.segment.first + microbatch] = wanted.of(
                     outputs[1:], samples, next(iter(self.outputs.values()), None))
-            self._end_forward(stage_index, microbatch, inputs, outputs)
-        else:
-            past = self._carried.pop((stage_index, microbatch), NO_TENSORS)
-            given = (*inputs.received, *inputs.fields.values(), *past.values())
-            with self.offloads.saving(stage_index, microbatch, given):
-                outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
-                                                split=self.is_split(stage_index, microbatch),
-                                                sliced=inputs.sliced, past=past)
-            if record.carried:
-                self._carried[stage_index, microbatch + 1], record.carried = record.carried, {}
-            self._end_forward(stage_index, microbatch, inputs, outputs, record)
+            return outputs, None
+        past = self._carried.pop((stage_index, microbatch), NO_TENSORS)
+        given = (*inputs.received, *inputs.fields.values(), *past.values())
+        with self.offloads.saving(stage_index, microbatch, given):
+            outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
+                                            split=self.is_split(stage_index, microbatch),
+                                            sliced=inputs.sliced, past=past)
+        if record.carried:
+            self._carried[stage_index, microbatch + 1], record.carried = record.carried, {}
+        return outputs, record
 
     def _post_activations(self, stage_index: int, microbatch: int) -> None:
         if self.comparison is not None and microbatch >= self.comparison.posted_until[stage_index]:
             self.comparison.post(stage_index, microbatch)
         self._p2p.post_activations(stage_index, microbatch)
 
-    def _forward_inputs(self, stage_index: int, microbatch: int) -> ForwardInputs:
+    def forward_inputs(self, stage_index: int, microbatch: int) -> ForwardInputs:
         """Return the inputs of a forward; the activations are waited for last."""
         segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.base + microbatch, segment.signature(microbatch)
@@ -296,7 +314,7 @@ class Worker:
         return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
                              (-1 - update, within), None, None)
 
-    def _end_forward(self, stage_index: int, microbatch: int, inputs: ForwardInputs, outputs: list[Tensor],
+    def end_forward(self, stage_index: int, microbatch: int, inputs: ForwardInputs, outputs: list[Tensor],
                      record: Record | None = None) -> None:
         """Store the record for the backward, and the loss or the outputs."""
         if record is not None and not self.segment.assignment.trains(stage_index):
@@ -307,7 +325,7 @@ class Worker:
             held = self._activations[stage_index] = self._activations[stage_index] + 1
             if held > self.peak_activations[stage_index]:
                 self.peak_activations[stage_index] = held
-        if stage_index == self._last:
+        if stage_index == self.last_stage:
             self._store_loss(microbatch, outputs[0])
             if record is not None and not outputs[0].requires_grad:
                 self._check_loss_may_be_constant(stage_index, microbatch, inputs)
@@ -333,7 +351,7 @@ class Worker:
 
     def _store_loss(self, microbatch: int, loss: Tensor) -> None:
         if loss.numel() != 1:
-            last, name = list(self.stages[self._last].layer_names.items())[-1]
+            last, name = list(self.stages[self.last_stage].layer_names.items())[-1]
             raise UserError(f"the loss of layer {last} '{name}' has shape {list(loss.shape)} for "
                             f"{self.segment.describe(microbatch)}",
                             hint="the last layer must return one number: the mean over its samples")
@@ -341,37 +359,37 @@ class Worker:
 
     # -- backward --------------------------------------------------------------------------------------
 
-    def _backward(self, stage_index: int, microbatch: int) -> None:
+    def backward(self, stage_index: int, microbatch: int) -> None:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
-        gradients = self._output_gradients(stage_index, microbatch, record)
-        with self._completing(stage_index, microbatch, whole=not record.split):
+        gradients = self.output_gradients(stage_index, microbatch, record)
+        with self.completing(stage_index, microbatch, whole=not record.split):
             returned = stage.backward(record, gradients)
         stage.unpin(record.pins)
         self._give_back(stage_index, microbatch, record)
-        self._end_backward(stage_index, microbatch, returned)
+        self.end_backward(stage_index, microbatch, returned)
 
     def _backward_input(self, stage_index: int, microbatch: int) -> None:
         record = self.records[stage_index, microbatch]
-        gradients = self._output_gradients(stage_index, microbatch, record)
+        gradients = self.output_gradients(stage_index, microbatch, record)
         returned = self.stages[stage_index].backward_input(record, gradients)
         self._give_back(stage_index, microbatch, record)
-        self._end_backward(stage_index, microbatch, returned)
+        self.end_backward(stage_index, microbatch, returned)
 
     def _backward_weight(self, stage_index: int, microbatch: int) -> None:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
         stage.prepare_backward(record.pins)
-        with self._completing(stage_index, microbatch, whole=False):
+        with self.completing(stage_index, microbatch, whole=False):
             stage.backward_weight(record)
         stage.unpin(record.pins)
 
-    def _completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
+    def completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """Return the context that computes weight gradients; ``whole``: by a backward that is not in two halves."""
         if stage_index not in self.optimizer_steps.reducers:
             return NOTHING
         return self.optimizer_steps.completing(stage_index, microbatch, whole) or NOTHING
 
     def _reduce(self, stage_index: int, update: int) -> None:
-        if self.comparison is not None and stage_index == self._last:
+        if self.comparison is not None and stage_index == self.last_stage:
             self.comparison.compare_replicas(self.segment.assignment.in_update(stage_index, update))
         if stage_index in self.fully_sharded:
             self.fully_sharded.reduce(stage_index, update)
@@ -381,7 +399,7 @@ class Worker:
     def _recompute(self, stage_index: int, microbatch: int) -> None:
         self.stages[stage_index].recompute(self.records[stage_index, microbatch])
 
-    def _output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
+    def output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         """Prepare a stage for the backward of a microbatch; return the gradients of its outputs, by name."""
         stage = self.stages[stage_index]
         if (staleness := stage.weights.latest - record.pins[stage_index]) > self._staleness[stage_index]:
@@ -389,7 +407,7 @@ class Worker:
         stage.prepare_backward(record.pins)
         if record.slice is not None:
             record.carried = self._carried_gradients.pop((stage_index, microbatch), {})
-        if stage_index == self._last:
+        if stage_index == self.last_stage:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler.value
             share = torch.full_like(loss, self._share(microbatch, scale))
@@ -416,11 +434,11 @@ class Worker:
         if segment.loader.labels is None:
             return scale / whole
         if assignment.flush:
-            update = assignment.update_of(self._last, microbatch)
-            whole = segment.total_weight(assignment.in_update(self._last, update), lanes)
+            update = assignment.update_of(self.last_stage, microbatch)
+            whole = segment.total_weight(assignment.in_update(self.last_stage, update), lanes)
         return scale * (segment.weight(microbatch) / whole)
 
-    def _end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
+    def end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         """Store the gradients of a stage's inputs for the stage before."""
         self._activations[stage_index] -= 1
         self.offloads.forget(stage_index, microbatch)
@@ -429,7 +447,7 @@ class Worker:
 
     # -- failures --------------------------------------------------------------------------------------
 
-    def _report_failure(self, error: RunError, action: Action) -> RunError | None:
+    def report_failure(self, error: RunError, action: Action) -> RunError | None:
         """Add the place to an error, and report it to all ranks; return the error to raise instead where a layer or an
         optimizer only lost its connection with a rank that failed first."""
         watch.activity.rest()

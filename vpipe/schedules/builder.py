@@ -475,7 +475,7 @@ def reverse_backwards(schedule: Schedule) -> Schedule:
         rank 1  .  F0 F1 F2 F3 .  .  .  B3 -- B2 -- B1 -- B0 -S
         rank 2  .  .  F0 F1 F2 F3 B3 -- B2 -- B1 -- B0 -S
 
-    This is the order of the executor ``async_threaded``. It has GPipe's bubble and peak. The tensors of the last
+    Executors whose forwards run in threads have this order. It has GPipe's bubble and peak. The tensors of the last
     forward are still in the caches, and autograd frees its memory in the reverse of the order in which it took it.
 
     Raises:

@@ -367,13 +367,13 @@ class Op(metaclass=_Members):
     """The kinds of vpipe itself, by name."""
 
     FORWARD = Kind(
-        "F", "forward", MICROBATCH, "_forward", generated=True, uses_version=True, torch="",
+        "F", "forward", MICROBATCH, "forward", generated=True, uses_version=True, torch="",
         needs=_forward_needs, makes=((OUTPUT, 0), (SAVED, 0), (CARRIED, 0)), memory=Memory(takes=(SAVED,)),
         seconds=lambda cost: cost.forward_s,
         colour="#6ea8fe",
         shades=("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"))
     BACKWARD = Kind(
-        "B", "backward", MICROBATCH, "_backward", generated=True, recomputes=True, torch="", needs=_backward_needs,
+        "B", "backward", MICROBATCH, "backward", generated=True, recomputes=True, torch="", needs=_backward_needs,
         makes=((OUTPUT_GRADIENT, -1), (CARRIED_GRADIENT, 0), (GRADIENT, 0), (PART, 0)),
         memory=Memory(frees=(SAVED, RECOMPUTED)),
         seconds=lambda cost: cost.input_s + cost.weight_s, colour="#63c48d",

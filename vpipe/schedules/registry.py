@@ -74,7 +74,7 @@ class RegisteredSchedule:
         search: makes the schedule for any placement, costs and limits on memory; None when the order is fixed.
         planned: ``vpipe plan`` and ``schedule: auto`` try it. A schedule with a search is never tried.
         reversible: its backwards may run in any order of the microbatches, because on every rank they follow all
-            forwards. The executor async_threaded asks for that.
+            forwards. An executor with threads asks for that.
         version_of: the closed form of its weight versions, for ``vpipe verify``, which reads them off the actions where
             it is None. Only with ``any_warmup`` it takes the last argument of :data:`VersionRule`.
         any_warmup: its generator and its ``version_of`` take ``warmup`` as well, so that a rank may do more forwards
@@ -177,7 +177,7 @@ class RegisteredSchedule:
 
     @classmethod
     def threads_refused(cls, schedule: str) -> tuple[str, str] | None:
-        """Return why the executor ``async_threaded`` cannot run a schedule, and what to do instead.
+        """Return why an executor whose forwards run in threads cannot run a schedule, and what to do instead.
 
         None when it can: if the backwards may be reversed (:func:`vpipe.schedules.builder.reverse_backwards`).
         """
@@ -185,7 +185,7 @@ class RegisteredSchedule:
         if found is not None and found.reversible:
             return None
         possible = " or ".join(cls.with_reversible_backwards())
-        return (f"async_threaded, which runs the schedule {possible} alone, but the schedule is {schedule}",
+        return (f"which runs the schedule {possible} alone, but the schedule is {schedule}",
                 f"use the schedule {possible}, or the executor overlapped, which runs any")
 
     def placement(self, ranks: int, chunks: int | None = None) -> Placement:

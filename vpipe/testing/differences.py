@@ -144,7 +144,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     assert name is not None
     widths, microbatches = [len(ranks) for ranks in schedule.placement], len(batches) * description.microbatches
     precision = ReferencePrecision(description.precision.name, description.precision.loss_scale)
-    # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
+    # Where forwards run in threads the backwards are reversed, but gradients are kept apart and added in order.
     turn = None if _in_order(schedule) or description.execution.threaded else _turn(schedule)
     compression = Compression.described(description.transfers, len(partition), description.seed)
     compress = uncompressed if compression is None else CutCompression(model, partition, schedule.placement,

@@ -197,24 +197,14 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.warmup_depth=[3, 2, 1, 0]", "parallel.stage_to_rank_map={0: [0], 1: [1, 2], 2: [3], 3: [4]}"],
      "parallel.warmup_depth is [3, 2, 1, 0], but '1f1b' has a flush",
      "leave warmup_depth out, or choose one of: 2bw, pipedream, pipedream_vertical_sync"),
-    (["parallel.use_orion_scheduler=true"],
-     "parallel.use_orion_scheduler is true, but the executor is overlapped, which has one stream for all microbatches",
-     "set executor: async_threaded, or use_orion_scheduler: false"),
-    (["parallel.executor=async_threaded"],
-     "parallel.executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
-     "use the schedule gpipe, or the executor overlapped, which runs any"),
-    (["parallel.schedule=gpipe", "parallel.executor=async_threaded", "parallel.tensor=2"],
-     "parallel.executor is async_threaded, but tensor is 2: threads would begin the collectives of layers in another "
-     "order on each rank", "set executor: overlapped"),
+    (["parallel.executor=naiv"], "parallel.executor is naiv, but no executor is called 'naiv'",
+     "did you mean 'naive'? Your own are added by importing their file (--import FILE.py) or by a package"),
     (["parallel.compress=bf16", "parallel.tensor=2"], "parallel.compress is bf16, but tensor is 2: its ranks would "
      "round apart what they hold in common", "leave it out, or set tensor: 1"),
     (["training.compile=true", "parallel.tensor=2"], "training.compile is True, but parallel.tensor is 2, and split "
      "layers are not compiled", "set it to false"),
     (["elastic=true", "parallel.tensor=2"], "elastic is true, but parallel.tensor is 2: what is left of a host cannot "
      "split a layer", "set it to false"),
-    (["parallel.schedule=gpipe", "parallel.executor=async_threaded", "trace=true"],
-     "trace is true, but the forwards of the executor async_threaded go on in threads, several at one time: there is "
-     "no timeline of actions one after the other", "use the executor overlapped, which computes the same numbers"),
     (["parallel.partition=[1, 1, 2, 2]", "parallel.recompute=[0.5, [1], [2, 4], [4, 6]]"],
      "parallel.recompute[2] names layer 4, but stage 2 has the layers 2 to 3",
      "layers are those of the model, counted from 0"),
@@ -297,13 +287,12 @@ training: {learning_rate: 1e-3, momentum: 0.5}
 parallel:
   model_parallel_size: 3
   partition: [3, 2]
-  executor: async_threaded
+  executor: naiv
 """)] == [
         ("model.vocab_size is 0", "c.yaml:1:33"),
         ("training.momentum is 0.5, but the optimizer is adamw", "c.yaml:3:43"),
         ("parallel.partition has 2 entries for 3 stages", "c.yaml:6:14"),
-        ("parallel.executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
-         "c.yaml:7:13"),
+        ("parallel.executor is naiv, but no executor is called 'naiv'", "c.yaml:7:13"),
     ]
 
 

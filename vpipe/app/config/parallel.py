@@ -23,9 +23,13 @@ from vpipe.app.config.validation import (
 )
 from vpipe.app.config.yaml_tree import describe
 from vpipe.app.sizes import parse_size
+from vpipe.description import Executor
 from vpipe.errors import UserError, nearest
 from vpipe.plugins import PluginGroup
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
+
+ORDERED = "async_threaded"
+"""The executor whose streams ``use_orion_scheduler`` orders."""
 
 ORION = "orion"
 """What must be added for ``use_orion_scheduler``, under this name, to :data:`RANK_ENVIRONMENT`."""
@@ -145,10 +149,9 @@ class ParallelSection(Section):
         "at once, others wait while it is at work; also USE_ORION_SCHEDULER=1"))
     orion_strict: bool = Field(False, description=(
         "refuse to train where use_orion_scheduler has no effect, instead of a warning"))
-    executor: Execution.Executor = Field("overlapped", description=(
+    executor: str = Field("overlapped", min_length=1, description=(
         "how a rank runs its actions, with the same results: overlapped sends and receives during compute; naive ends "
-        "each action before the next; async_threaded, for gpipe on GPUs, runs each microbatch's forwards in a thread "
-        "and a stream of its own"))
+        "each action before the next; extras and packages add others"))
     partition: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_layers_or_auto)] = Field(
         "auto", description=(
         "layers per stage; auto measures the layers when the run starts and takes the fastest partition; under a "
@@ -359,22 +362,33 @@ class ParallelSection(Section):
                               "leave it out: the map says it")
         yield from self._schedule()
         yield from self._split_layers()
-        if self.executor == "async_threaded" and (refused := RegisteredSchedule.threads_refused(self.schedule)):
-            yield Mistake(("executor",), f"is {refused[0]}", refused[1])
-        if self.use_orion_scheduler and self.executor != "async_threaded":
+        yield from self._executor()
+        if self.use_orion_scheduler and self.executor != ORDERED:
+            there = ORDERED in Executor.names()
             yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
-                          "stream for all microbatches", "set executor: async_threaded, or use_orion_scheduler: false")
+                          "stream for all microbatches", "set executor: async_threaded, or use_orion_scheduler: false"
+                          if there else "leave it out, or install vpipe with vpipe/extras/async_threaded")
         elif self.use_orion_scheduler and ORION not in RANK_ENVIRONMENT.names:
             yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
                           "vpipe/extras/orion, or leave it out")
+
+    def _executor(self) -> Iterator[Mistake]:
+        """Yield what does not go with the executor."""
+        try:
+            execution = Execution(executor=self.executor)
+        except UserError as error:
+            [problem] = error.problems
+            yield Mistake(("executor",), f"is {self.executor}, but {problem.what}", problem.hint)
+            return
+        if execution.threaded and (refused := RegisteredSchedule.threads_refused(self.schedule)):
+            yield Mistake(("executor",), f"is {self.executor}, {refused[0]}", refused[1])
+        if self.tensor > 1 and (why := execution.refused("mesh")) is not None:
+            yield Mistake(("executor",), f"is {self.executor}, but tensor is {self.tensor}: {why[0]}", why[1])
 
     def _split_layers(self) -> Iterator[Mistake]:
         """Yield what does not go with tensor parallelism."""
         if self.tensor == 1:
             return
-        if self.executor == "async_threaded":
-            yield Mistake(("executor",), f"is async_threaded, but tensor is {self.tensor}: threads would begin the "
-                          "collectives of layers in another order on each rank", "set executor: overlapped")
         if codecs := sorted({*used_codecs(self.compress)} - {"none"}):
             yield Mistake(("compress",), f"is {', '.join(codecs)}, but tensor is {self.tensor}: its ranks would round "
                           "apart what they hold in common", "leave it out, or set tensor: 1")

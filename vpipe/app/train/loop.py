@@ -52,10 +52,6 @@ log = logging.getLogger("vpipe")
 Batch = Mapping[str, Tensor]
 
 
-NO_GAIN = ("executor async_threaded: on a CPU it brings no gain over overlapped, which takes less memory; it is for "
-           "GPUs, where each microbatch gets a stream")
-"""The note that such a run prints."""
-
 def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Manifest | None = None) -> Stopped | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
 
@@ -184,8 +180,6 @@ class _TrainingRun:
         self._saving = enter(Checkpointing(run, self._hosts))
         enter(graceful_stop())
         watch.note_to(self._progress.show)
-        if config.parallel.executor == "async_threaded" and pipe.device.type == "cpu":
-            note(NO_GAIN)
         file = CsvFile.read(config.parallel.schedule) if CsvFile.is_path(config.parallel.schedule) else None
         if pipe.rank == 0 and file is not None and file.note is not None:
             note(file.note)

@@ -38,6 +38,7 @@ parallel: {model_parallel_size: 4, data_parallel_size: 1, scheduler: async_threa
 """
 
 
+@pytest.mark.extras("async_threaded")
 def test_the_nested_form_runs_as_its_users_write_it(tmp_path: Path) -> None:
     """On a folder of CodeSearchNet's, with a scheduler by its old name, profiled at its end."""
     (tmp_path / "c.yaml").write_text(AS_ITS_USERS_WRITE_IT)

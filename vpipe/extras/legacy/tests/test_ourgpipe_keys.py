@@ -44,6 +44,7 @@ def errors(path: Path, text: str, *overrides: str) -> list[tuple[str, str | None
     return [(problem.what, problem.where, problem.hint) for problem in caught.value.problems]
 
 
+@pytest.mark.extras("async_threaded")
 def test_scheduler_option(at: Path) -> None:
     for others in ("", ", schedule: pipedream, update_every: 2, executor: overlapped", ", scheduler: async_threaded"):
         parallel = load(at, GOOD.replace("size: 4}\n", f"size: 4{others}}}\n"), scheduler("naive")).parallel

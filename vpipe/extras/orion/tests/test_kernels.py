@@ -91,6 +91,7 @@ def test_without_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert kernel_csv([]) == "Name,Profile,Memory_footprint,SM_usage,Duration\n"
 
 
+@pytest.mark.extras("async_threaded")
 def test_a_config_is_trained_until_an_update_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[Config] = []
 

@@ -16,7 +16,8 @@ from vpipe.app.launch.network import free_port
 ROOT = Path(__file__).parents[4]
 CXX = shutil.which("g++") or shutil.which("clang++")
 
-pytestmark = [pytest.mark.system, pytest.mark.long, pytest.mark.skipif(CXX is None, reason="no C++ compiler")]
+pytestmark = [pytest.mark.extras("async_threaded"), pytest.mark.system, pytest.mark.long,
+              pytest.mark.skipif(CXX is None, reason="no C++ compiler")]
 
 
 def test_the_same_losses_under_torchrun(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,9 @@ from vpipe.app.train.loop import train
 from vpipe.errors import UserError
 from vpipe.extras.orion.run import _first_inactive, orion_lines
 from vpipe.extras.orion.scheduler import Inactive, Launch, OrionScheduler
-from vpipe.runtime.executors import async_threaded
-from vpipe.runtime.executors.async_threaded import DeviceStreams
+from vpipe.runtime import Worker
+
+pytestmark = pytest.mark.extras("async_threaded")
 
 CHANGES = {"parallel__schedule": "gpipe", "parallel__executor": "async_threaded", "training__max_steps": 2}
 
@@ -26,12 +25,7 @@ class Library(OrionScheduler):
     """Counts as the library would, and notes what it is asked."""
 
     def __init__(self) -> None:
-        self.bound: list[tuple[int, int]] = []
         self.stopped = 0
-
-    def bind_stream(self, client: int, stream: int) -> int:
-        self.bound.append((client, stream))
-        return 0
 
     def client_stats(self, client: int) -> dict[str, int]:
         return {"submitted": 1000 * (1 + client), "queued": client, "starved": client // 3, "waiting": 0,
@@ -53,9 +47,9 @@ def test_inactive_and_active_runs_have_the_losses_of_one_without(tmp_path: Path,
         started.append(launch)
         return library
 
-    whole = async_threaded.Worker._backward
+    whole = Worker.backward
 
-    def backward(worker: async_threaded.Worker, stage: int, microbatch: int) -> None:
+    def backward(worker: Worker, stage: int, microbatch: int) -> None:
         threads.append(torch._C._is_multithreading_enabled())
         whole(worker, stage, microbatch)
 
@@ -63,7 +57,7 @@ def test_inactive_and_active_runs_have_the_losses_of_one_without(tmp_path: Path,
         folder.mkdir()
         if folder.name == "active":
             monkeypatch.setattr("vpipe.extras.orion.run.start", start)
-            monkeypatch.setattr(async_threaded.Worker, "_backward", backward)
+            monkeypatch.setattr(Worker, "backward", backward)
         train(job_of(folder, **CHANGES, parallel__use_orion_scheduler=folder.name != "without"), folder)
         said = capsys.readouterr()
         text = said.out + said.err
@@ -93,24 +87,10 @@ def test_the_environment_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("USE_ORION_SCHEDULER", "1")
     assert main(["train", str(write_config(tmp_path))]) == 2
-    assert "parallel.use_orion_scheduler is true, but the executor is overlapped" in capsys.readouterr().err
-
-
-def test_streams_of_descending_priority_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def stream(device: torch.device, priority: int = 0) -> Any:
-        made.append(priority)
-        return SimpleNamespace(cuda_stream=100 + len(made), wait_stream=lambda other: None)
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    library, streams = Library(), DeviceStreams(torch.device("cuda"))
-    streams.schedule(library)
-    for microbatch in (0, 2, 4, 6, 8, 0):  # a replica's
-        streams.begin(microbatch, [])
-    assert made == [0, 0, -3, -2, -1, 0, 0]
-    assert library.bound == [(0, 103), (1, 104), (2, 105), (3, 106), (4, 107)]
+    said = capsys.readouterr().err
+    assert ("error: parallel.use_orion_scheduler is true, but the executor is overlapped, which has one stream for all "
+            "microbatches (--set parallel.use_orion_scheduler)\nhint: set executor: async_threaded, or "
+            "use_orion_scheduler: false") in said
 
 
 def test_a_rank_without_a_gated_kernel_is_named() -> None:

@@ -8,9 +8,11 @@ import pytest
 
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import ranks_here
+from vpipe.description import Executor
 from vpipe.errors import UserError
 from vpipe.extras.orion import scheduler as orion
 from vpipe.extras.orion.scheduler import Inactive, Launch, preload_variable, start, switched_on
+from vpipe.plugins import PluginGroup
 
 GPU = Launch("cuda", 0, 4)
 
@@ -65,6 +67,7 @@ def test_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(GPU) is library
 
 
+@pytest.mark.extras("async_threaded")
 def test_the_launcher_preloads_what_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(orion, "LIBRARY", tmp_path / "libgpu_scheduler.so")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
@@ -89,10 +92,21 @@ def test_the_switch() -> None:
         switched_on({"USE_ORION_SCHEDULER": "yes"})
 
 
+@pytest.mark.extras("async_threaded")
 def test_a_config_is_refused_where_orion_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.app.config.parallel.PluginGroup.names", [])
+    monkeypatch.setattr("vpipe.app.config.parallel.RANK_ENVIRONMENT", PluginGroup("vpipe.nothing", "nothing"))
     with pytest.raises(UserError) as refused:
         load_config(Path("gpt_small_orion"))
     [problem] = refused.value.problems
     assert problem.what == "parallel.use_orion_scheduler is true, but no package here adds Orion"
     assert problem.hint == "install vpipe with vpipe/extras/orion, or leave it out"
+
+
+def test_where_no_executor_has_streams_of_its_own_the_remedy_is_to_install_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Executor, "names", lambda: ["naive", "overlapped"])
+    with pytest.raises(UserError) as refused:
+        load_config(Path("gpt_small_orion"), ["parallel.executor=naive"])
+    [problem] = refused.value.problems
+    assert problem.what == ("parallel.use_orion_scheduler is true, but the executor is naive, which has one stream for "
+                            "all microbatches")
+    assert problem.hint == "leave it out, or install vpipe with vpipe/extras/async_threaded"

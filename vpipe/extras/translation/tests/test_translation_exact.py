@@ -106,7 +106,8 @@ def test_without_a_flush_it_equals_its_oracle(name: str, recompute: float) -> No
     assert_same_state(pipe.state_dict(), expected.state)
 
 
-@pytest.mark.parametrize("executor", ["naive", "async_threaded"])
+@pytest.mark.parametrize("executor", ["naive", pytest.param("async_threaded",
+                                                            marks=pytest.mark.extras("async_threaded"))])
 def test_any_executor(executor: Any) -> None:
     pipe = Pipeline(model(), Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5), stages=[3, 4, 4],
                     schedule="gpipe", microbatches=MICROBATCHES, execution=Execution(executor=executor), seed=7)

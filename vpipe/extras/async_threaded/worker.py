@@ -1,4 +1,4 @@
-"""Executor ``async_threaded``: run the forwards of a batch in a thread each, then the backwards in reverse order."""
+"""Run the forwards of a batch in a thread each, then the backwards from the last microbatch to the first."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from vpipe import accelerator
-from vpipe.distributed.watchdog import watch
+from vpipe.distributed import watch
 from vpipe.errors import RunError
-from vpipe.model.sequential import loss_buffers
-from vpipe.runtime.activations import Record
-from vpipe.runtime.worker import ForwardInputs, Worker
-from vpipe.schedules.action import Action, Op
+from vpipe.runtime import Worker
+from vpipe.schedules import Action, kinds
+
+Op = kinds.Op
 
 
 class KernelScheduler(Protocol):
     """Decide when the kernels of each microbatch run, where several share a device.
 
-    ``vpipe.extras.orion`` has one. A call that fails returns something else than 0, and ``last_error`` says why.
+    A call that fails returns something else than 0, and ``last_error`` says why.
     """
 
     def bind_stream(self, client: int, stream: int) -> int:
@@ -177,7 +177,7 @@ class _Done(NamedTuple):
     """The result of a forward, and when its thread began and ended, in seconds of ``perf_counter``."""
 
     outputs: list[Tensor]
-    record: Record
+    record: Any
     began: float
     ended: float
 
@@ -193,21 +193,17 @@ class ThreadedWorker(Worker):
 
     The gradients of each microbatch are stored until all are there, then added in the order of the microbatches: the
     operations, and so the bits, of any other executor. That takes the memory of the gradients once per microbatch.
-
-    Args:
-        in_turn: ranks of one process take turns; then a forward ends before the next rank runs.
     """
 
-    def __init__(self, *arguments: Any, in_turn: bool, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._in_turn = in_turn
+        self._in_turn = self.comparison is None  # ranks of one process take turns: a forward ends before the next runs
         device = next(iter(self.stages.values())).device
         self._streams = DeviceStreams(device) if device.type != "cpu" else Streams()
-        self._ordered = {index for index, stage in self.stages.items()
-                         if any(map(_has_saved_buffers, stage.modules.values()))}
+        self._ordered = {index for index, stage in self.stages.items() if stage.saves_buffers}
         self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
         self._latest: Future[_Done] | None = None
-        self._under_way: dict[tuple[int, int], tuple[ForwardInputs, Future[_Done]]] = {}
+        self._under_way: dict[tuple[int, int], tuple[Any, Future[_Done]]] = {}
         self._waits: list[tuple[float, float]] = []  # for other ranks, while forwards may have gone on
         self._deferred: deque[Action] = deque()  # ends of forwards, and sends, in the program's order
         self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
@@ -215,12 +211,13 @@ class ThreadedWorker(Worker):
         self._backward_here = False  # in the calling thread, not in autograd's
         self.operations = {op: operation if op in _BESIDE_FORWARDS else partial(_after, self._gather, operation)
                            for op, operation in self.operations.items()}
+        self._send = self.operations[Op.SEND_F]
         self.operations[Op.SEND_F] = self._send_forward
         if self.transport.ordered:  # deferred sends come before the receives after them
             self.operations[Op.RECV_F] = partial(_after, self._catch_up, self.operations[Op.RECV_F])
         self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
 
-    def schedule(self, scheduler: KernelScheduler) -> None:
+    def schedule_kernels(self, scheduler: KernelScheduler) -> None:
         """Let a scheduler gate the kernels of the microbatches; called before the first one.
 
         Backwards then run in the calling thread. Autograd's own thread serves all backwards of a device, so a launch of
@@ -231,15 +228,15 @@ class ThreadedWorker(Worker):
 
     # -- forwards, in threads --------------------------------------------------------------------------
 
-    def _forward(self, stage_index: int, microbatch: int) -> None:
+    def forward(self, stage_index: int, microbatch: int) -> None:
         if not self.segment.training:
-            super()._forward(stage_index, microbatch)
+            super().forward(stage_index, microbatch)
             return
-        if 0 < stage_index < self._last:
+        if 0 < stage_index < self.last_stage:
             self._catch_up()  # send what others wait for before waiting for them
         waited = self.transport.wait_s
         with self._streams.receiving():
-            given = self._forward_inputs(stage_index, microbatch)  # which waits last
+            given = self.forward_inputs(stage_index, microbatch)  # which waits last
         now = perf_counter()
         self._waits.append((now - (self.transport.wait_s - waited), now))
         self._streams.begin(microbatch, (*given.received, *given.fields.values()))
@@ -254,23 +251,21 @@ class ThreadedWorker(Worker):
 
     def _is_last_forward(self, stage_index: int, microbatch: int) -> bool:
         """Return whether this is the last forward of a batch, after which the losses are sent."""
-        return (stage_index == self._last
+        return (stage_index == self.last_stage
                 and microbatch == self.segment.assignment.share(stage_index, 0, stage_index, self.rank)[-1])
 
-    def _compute(self, stage_index: int, microbatch: int, given: ForwardInputs,
-                 before: Future[_Done] | None, threads: int) -> _Done:
+    def _compute(self, stage_index: int, microbatch: int, given: Any, before: Future[_Done] | None,
+                 threads: int) -> _Done:
         """Run the forward in the microbatch's thread, once the one before has been queued."""
         if before is not None and before.exception() is not None:  # known when that one has ended
             raise RunError(f"the microbatch before {microbatch} failed", hint="see there")
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
-        assert given.pins is not None, "evaluations have no threads"
         began = perf_counter()
         ordered = stage_index in self._ordered or self.stages[stage_index].changes_buffers
         with (self._streams.computing(microbatch, ordered=ordered),
               self._labelled(Action(Op.FORWARD, stage_index, microbatch))):
-            outputs, record = self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
-                                                               split=self.is_split(stage_index, microbatch))
+            outputs, record = self.compute(stage_index, microbatch, given)
         return _Done(outputs, record, began, perf_counter())
 
     def _gather(self) -> None:
@@ -291,7 +286,7 @@ class ThreadedWorker(Worker):
                     self._finish_forward(action.stage, action.index)
                 else:
                     with self._streams.sending(action.index), self._labelled(action):
-                        self._p2p.send_activations(action.stage, action.index)
+                        self._send(action.stage, action.index)
             except Exception:
                 self._at_fault = action
                 raise
@@ -308,7 +303,7 @@ class ThreadedWorker(Worker):
         self._account(stage_index, done, waited)
         self._streams.computed(microbatch)
         self._streams.prepare_sends(done.outputs)
-        self._end_forward(stage_index, microbatch, given, done.outputs, done.record)
+        self.end_forward(stage_index, microbatch, given, done.outputs, done.record)
 
     def _account(self, stage_index: int, done: _Done, waited: float) -> None:
         """Count the seconds of a forward's thread as the forward's, not as idle or the action's that ``waited``."""
@@ -323,7 +318,7 @@ class ThreadedWorker(Worker):
 
     def _send_forward(self, stage_index: int, microbatch: int) -> None:
         if not self.segment.training:
-            self._p2p.send_activations(stage_index, microbatch)
+            self._send(stage_index, microbatch)
             return
         self._deferred.append(Action(Op.SEND_F, stage_index, microbatch))
         if self._in_turn:
@@ -331,30 +326,30 @@ class ThreadedWorker(Worker):
 
     # -- backwards, in the calling thread ----------------------------------------------------------------
 
-    def _backward(self, stage_index: int, microbatch: int) -> None:
+    def backward(self, stage_index: int, microbatch: int) -> None:
         with torch.autograd.set_multithreading_enabled(False) if self._backward_here else nullcontext():
-            super()._backward(stage_index, microbatch)
+            super().backward(stage_index, microbatch)
 
-    def _output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
+    def output_gradients(self, stage_index: int, microbatch: int, record: Any) -> dict[str, Tensor]:
         with self._streams.receiving():
-            gradients = super()._output_gradients(stage_index, microbatch, record)
+            gradients = super().output_gradients(stage_index, microbatch, record)
         self._streams.begin(microbatch, gradients.values())
         return gradients
 
-    def _end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
+    def end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         self._streams.prepare_sends(returned)
-        super()._end_backward(stage_index, microbatch, returned)
+        super().end_backward(stage_index, microbatch, returned)
 
     def _send_backward(self, operation: Callable[[int, int], None], stage_index: int, microbatch: int) -> None:
         with self._streams.sending(None):
             operation(stage_index, microbatch)
 
     @contextmanager
-    def _completing(self, stage_index: int, microbatch: int, whole: bool) -> Iterator[None]:
+    def completing(self, stage_index: int, microbatch: int, whole: bool) -> Iterator[None]:
         stage = self.stages[stage_index]
         everything = [stage.weights, *stage.borrowed.values()]
         last = not any(other == stage_index for other, _ in self.records)
-        with super()._completing(stage_index, microbatch, whole=False):
+        with super().completing(stage_index, microbatch, whole=False):
             yield
             self._apart[stage_index][microbatch] = [weights.pop_gradients() for weights in everything]
             if last:
@@ -371,17 +366,11 @@ class ThreadedWorker(Worker):
 
     # -- failures ----------------------------------------------------------------------------------------
 
-    def _report_failure(self, error: RunError, action: Action) -> None:
+    def report_failure(self, error: RunError, action: Action) -> RunError | None:
         at_fault, self._at_fault = self._at_fault or action, None
-        super()._report_failure(error, at_fault)
+        return super().report_failure(error, at_fault)
 
 
 def _after(wait_for: Callable[[], None], operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
     wait_for()
     operation(stage_index, index)
-
-
-def _has_saved_buffers(module: nn.Module) -> bool:
-    """Return whether a module has saved buffers, which its forward may write."""
-    saved = module.state_dict()
-    return any(name in saved for name, _ in module.named_buffers()) or bool(loss_buffers(module))
