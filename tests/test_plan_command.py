@@ -88,7 +88,7 @@ def test_without_a_flush_it_plans_without_one_and_keeps_the_samples_of_an_update
     assert status == 0
     plan = Plan.load("plan.json")
     assert plan.schedule in ("pipedream", "2bw")
-    assert "delay of gradients in updates, by stage: mean " in out
+    assert re.search(r"^stage .* late$", out, re.MULTILINE)
     assert plan.microbatches is not None
     assert plan.update_every == plan.microbatches // 2
     assert " (its device)\n" in out
@@ -161,10 +161,8 @@ def test_replicas_share_the_optimizers_state_where_that_gains_and_the_config_doe
         said("--ranks", "4", "--stages", "2", "-o", f"{number}.json", *setting)[1].replace("\n  ", " ")
         for number, setting in enumerate(([], ["--set", "parallel.zero1=true"], ["--set", "parallel.zero1=false"])))
     assert re.search(r"^plan: .*, 2 stages \[2, 3\], zero1, \d microbatches", chosen, re.MULTILINE)
-    line = "\nzero1: each replica of a stage keeps the optimizer's state of a part of its parameters; "
-    assert re.search(line + r"without it a sample takes \d\.\d+ times as long\n", chosen)
-    assert re.search(r"^no zero1 .* -\d+", chosen, re.MULTILINE)
-    assert line + "as the config says\n" in kept
+    assert re.search(r"^no zero1 .* \d % slower", chosen, re.MULTILINE)
+    assert ", zero1, " in kept.splitlines()[1]
     assert "zero1" not in off.partition("run it")[0]
     plans = [Plan.load(f"{number}.json") for number in range(3)]
     assert [plan.zero1 for plan in plans] == [True, True, False]

@@ -88,7 +88,7 @@ def test_depths_that_are_given_stay_and_count() -> None:
 def test_the_explanation_has_what_they_gain_and_cost() -> None:
     text = explanation([request(2e-3)], "").text(120)
     assert "6 4 2 0 forwards before the first backward" in text.splitlines()[1]
-    assert "delay of gradients in updates, by stage: mean 6 4 2 0, greatest " in text
+    assert [line.split()[-1] for line in text.splitlines()[5:10]] == ["late", "6", "4", "2", "0"]
     [row] = [line for line in text.splitlines() if line.startswith("warm-up 3 2 1 0, as 1F1B")]
-    assert " -16 %" in row
+    assert " 16 % slower" in row
     assert "as 1F1B" not in explanation([request(0)], "").text(120), "these are the plan's own"

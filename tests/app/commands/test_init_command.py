@@ -125,7 +125,7 @@ def test_at_a_terminal_it_asks_what_no_option_says_and_asks_again(
     (["-o", "there.yaml"], "error: 'there.yaml' exists already\nhint: name another file with -o, or overwrite it with "
                            "--force\n"),
     (["-o", "books"], "error: 'books' is a folder\n"),
-    (["-o", "nowhere/c.yaml"], "error: cannot write 'nowhere/c.yaml': there is no folder 'nowhere'\n"),
+    (["-o", "nowhere/c.yaml"], "error: cannot write 'nowhere/c.yaml': No such file or directory\n"),
     (["--stages", "10"], "error: 10 stages, but the model has only 9 layers\nhint: give --stages 9 or less"),
     (["--stages", "0"], "error: --stages is 0\n"),
     (["--minutes", "-1"], "error: '-1.0' is no length of a training\n"),

@@ -16,11 +16,13 @@ from vpipe.app.config.config import Config
 from vpipe.app.config.validation import section_of, validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.data.registry import files_read
-from vpipe.app.families.registry import PLUGINS, Family, family_named
+from vpipe.app.families.registry import Family, family_named, model_names
 from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError, counted, nearest
 
-OWN_FAMILIES = ("gpt", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "bert")
+DEFAULT = "gpt"
+"""The family that is taken where the data suit it."""
+
 SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},
                                           "mini": {"hidden_size": 256, "num_layers": 4, "num_heads": 4}}
 """Sizes for families whose presets are for GPUs."""
@@ -56,7 +58,8 @@ def run_init(options: argparse.Namespace) -> None:
     output = answer(options.output, "Write the config to", "train.yaml", read_output)
     data = answer(options.path if options.data is None else options.data, "Your data: a file, or a folder with files, "
                   f"called {_patterns(_known())}; none takes what is on this machine", "none", _data)
-    name = answer(options.family, f"Model family ({', '.join(_known())})", _families(data)[0], _family_for(data))
+    suited = _datasets(data)
+    name = answer(options.family, f"Model family ({', '.join(_known())})", next(iter(suited)), _family(suited, data))
     presets = _known()[name].presets
     sizes = {**(SIZES if "tiny" not in presets else {}), **presets}
     size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
@@ -68,7 +71,7 @@ def run_init(options: argparse.Namespace) -> None:
     given = f"{options.steps} steps" if options.steps is not None else options.minutes
     length = answer(given, "Minutes to train, or steps, such as 500 steps", "10", _length)
 
-    sections = _sections(name, size, data, batch_size, schedule, stages, length)
+    sections = _sections(name, size, suited[name], data, batch_size, schedule, stages, length)
     text = "".join(_lines(sections))
     config = validated(Config, parse(text, "", str(output)))
     model = family_named(name).factory(model_settings(config.model, 8192, {}))
@@ -88,8 +91,6 @@ def _writable(output: Path, force: bool) -> Path:
     if output.is_dir() or (output.exists() and not force):
         what, other = ("is a folder", "") if output.is_dir() else ("exists already", ", or overwrite it with --force")
         raise UserError(f"'{output}' {what}", hint=f"name another file with -o{other}")
-    if not output.absolute().parent.is_dir():
-        raise UserError(f"cannot write '{output}': there is no folder '{output.parent}'", hint="make the folder first")
     return output
 
 
@@ -100,7 +101,7 @@ def _data(text: str) -> Path | None:
     if not path.exists():
         raise UserError(f"there is no file or folder '{path}'", hint="name the text to train on; -o names the config "
                         "to write")
-    if not _families(path):
+    if not _datasets(path):
         raise UserError(f"no data set reads '{path}'", hint="give a file, or a folder with files, called "
                         + _patterns(_known()))
     return path
@@ -109,8 +110,8 @@ def _data(text: str) -> Path | None:
 @cache
 def _known() -> dict[str, Family]:
     """Return the families that say which data sets they are trained on."""
-    names = (*OWN_FAMILIES, *PLUGINS.names)
-    return {name: family for name in names if (family := family_named(name)).datasets}
+    return {name: family for name in sorted(model_names(), key=lambda name: name != DEFAULT)
+            if (family := family_named(name)).datasets}
 
 
 def _patterns(families: Iterable[str]) -> str:
@@ -119,25 +120,21 @@ def _patterns(families: Iterable[str]) -> str:
                                    for pattern in files_read(name)))
 
 
-def _dataset(family: str, path: Path | None) -> str | None:
-    """Return the name of the data set with which a family reads a file or a folder; None if there is none."""
-    def holds(pattern: str) -> bool:
-        assert path is not None, "the user's data"
-        return path.match(pattern) if path.is_file() else next(path.rglob(pattern), None) is not None
+def _datasets(path: Path | None) -> dict[str, str]:
+    """Return the name of the data set with which each family reads a file or a folder; the family's first without."""
+    def reads(name: str) -> bool:
+        return path is None or any(path.match(pattern) if path.is_file() else any(path.rglob(pattern))
+                                   for pattern in files_read(name))
 
-    return next((name for name in _known()[family].datasets if path is None or any(map(holds, files_read(name)))), None)
-
-
-def _families(path: Path | None) -> list[str]:
-    return [family for family in _known() if _dataset(family, path) is not None]
+    return {family: name for family, known in _known().items() for name in list(filter(reads, known.datasets))[:1]}
 
 
-def _family_for(path: Path | None) -> Callable[[str], str]:
+def _family(suited: Mapping[str, str], data: Path | None) -> Callable[[str], str]:
     def read(text: str) -> str:
         family = _one_of(_known(), "family")(text)
-        if _dataset(family, path) is None:
-            raise UserError(f"the family {family} cannot be trained on '{path}'",
-                            hint=f"give --family {' or '.join(_families(path))}, or data with {_patterns([family])}")
+        if family not in suited:
+            raise UserError(f"the family {family} cannot be trained on '{data}'",
+                            hint=f"give --family {' or '.join(suited)}, or data with {_patterns([family])}")
         return family
 
     return read
@@ -176,7 +173,7 @@ def _length(text: str) -> dict[str, float]:
     return {"max_minutes": minutes}
 
 
-def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule: str, stages: int,
+def _sections(name: str, size: str, dataset: str, data: Path | None, batch_size: int, schedule: str, stages: int,
               length: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Return the keys of the config, by section."""
     presets, late = _known()[name].presets, schedule == "asynchronous"
@@ -194,7 +191,7 @@ def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule
     training["weight_decay"] = 0.01
     sizes = {"preset": size} if size in presets else {**SIZES[size], **EXPERTS.get(name, {})}
     return {"model": {"name": name, **sizes, "sequence_length": 128, "vocab_size": -1},
-            "dataset": {"name": _dataset(name, data), **({} if data is None else {"path": str(data)}),
+            "dataset": {"name": dataset, **({} if data is None else {"path": str(data)}),
                         "batch_size": batch_size},
             "training": training,
             "parallel": {"model_parallel_size": stages, "schedule": SCHEDULES[schedule], "partition": "auto"}}

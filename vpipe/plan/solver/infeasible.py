@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from vpipe.description.recompute import ranges
 from vpipe.errors import UserError, counted
@@ -13,7 +12,6 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.solver.candidate_trials import Simulations
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
-from vpipe.plan.stage_costs import StageMemory
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.units import rounded_up, size_text
 
@@ -22,10 +20,6 @@ MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
 
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
           "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with"}
-
-_FREE = {"partition": "leave the partition free", "recompute": "leave free what is recomputed",
-         "stages": "leave the number of stages free (no --stages)"}
-"""Remedies, by the field of the request that keeps plans from fitting."""
 
 _OTHERS = "allow other schedules, numbers of microbatches or ranks"
 
@@ -53,7 +47,7 @@ def infeasible(space: SearchSpace, fits: Fits) -> UserError:
             f"{counted(plan.microbatches or 0, 'microbatch')}{'' if fixed else ', with everything recomputed'}, "
             f"{place} holds {size_text(peak, up=True)}{excess}; most of it, {size_text(getattr(memory, kind))}, is "
             f"{_KINDS[kind]}")
-    return UserError(what, hint="; or ".join(_remedies(request, plan, memory, limit, fits)) or _OTHERS)
+    return UserError(what, hint="; or ".join(_remedies(request, plan, peak, limit, fits)) or _OTHERS)
 
 
 def _smallest(space: SearchSpace) -> Iterator[Plan]:
@@ -76,15 +70,14 @@ def _small(request: PlanRequest) -> bool:
     return request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
 
 
-def _remedies(request: PlanRequest, plan: Plan, memory: StageMemory, limit: int, fits: Fits) -> Iterator[str]:
+def _remedies(request: PlanRequest, plan: Plan, peak: int, limit: int, fits: Fits) -> Iterator[str]:
+    """Yield more memory, more ranks, and the optimizer's state shared by replicas, where a plan then fits."""
     assert plan.schedule is not None
     assert plan.microbatches is not None
-    if request.solver == "vpipe" and memory.peak <= limit:
-        yield "choose the exact solver"
     profile = request.profiles[plan.microbatches]
     alike = replace(request, schedules=(plan.schedule,), profiles={plan.microbatches: profile})
     for factor in MORE if _small(request) else MORE[:1]:
-        enough = rounded_up(max(factor * memory.peak, limit))
+        enough = rounded_up(max(factor * peak, limit))
         if enough > limit and fits(replace(alike, memory_bytes=enough)):
             yield f"allow {size_text(enough)} or more per rank (parallel.memory, or --memory of vpipe plan)"
             break
@@ -97,13 +90,6 @@ def _remedies(request: PlanRequest, plan: Plan, memory: StageMemory, limit: int,
     owned = {count: replace(each, zero1=True) for count, each in request.profiles.items()}
     if not profile.zero1 and _small(request) and fits(replace(request, profiles=owned)):
         yield "let replicas share the optimizer's state (parallel.zero1: true)"
-    samples = profile.identity.microbatch_size
-    if samples > 1 and memory.peak - memory.activations - memory.working <= limit < memory.peak:
-        yield f"use microbatches of fewer than {counted(samples, 'sample')}: activations are what is too large"
-    for field, remedy in _FREE.items() if _small(request) else ():
-        left_free: dict[str, Any] = {field: None}
-        if getattr(request, field) is not None and fits(replace(request, **left_free)):
-            yield remedy
 
 
 def _impossible(space: SearchSpace) -> UserError:
