@@ -23,7 +23,8 @@ from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, ProgressBa
 from vpipe.app.train.observers import Observer
 from vpipe.app.train.peak_flops import find_peak
 from vpipe.app.train.rank_times import RankTimes
-from vpipe.app.train.run_folder import FACTS, METRICS, replace_text, running
+from vpipe.app.train.run_folder import FACTS, replace_text, running
+from vpipe.app.train.run_log import METRICS
 from vpipe.app.train.summary import RunFigures
 from vpipe.app.train.tensorboard import TensorBoardWriter, check_installed
 from vpipe.app.train.trace_writer import TraceWriter

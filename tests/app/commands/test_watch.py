@@ -18,8 +18,9 @@ from rich.console import Console
 from vpipe.app.cli import main
 from vpipe.app.commands.watch import watch
 from vpipe.app.launch.failure_report import write_report
-from vpipe.app.train import run_state
-from vpipe.app.train.run_state import RunState, losses
+from vpipe.app.train import run_log
+from vpipe.app.train.run_log import RunLog
+from vpipe.app.train.run_state import RunState
 from vpipe.errors import RunError
 
 TIMES = {"forward_s": 0.2, "backward_s": 0.4, "step_s": 0.1, "communication_s": 0.1, "others_s": 0.0, "idle_s": 0.15,
@@ -130,13 +131,13 @@ def test_a_real_run_that_ended_and_one_that_goes_on(tmp_path: Path, capsys: pyte
 
 
 def test_little_is_read_of_a_long_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "TAIL_BYTES", 3000)
-    monkeypatch.setattr(run_state, "SAMPLE_BYTES", 400)
+    monkeypatch.setattr(run_log, "TAIL_BYTES", 3000)
+    monkeypatch.setattr(run_log, "SAMPLE_BYTES", 400)
     add(run, *(update(step, loss=1000.0 - step) for step in range(3, 1000)))
     state = RunState.read(run)
     assert 10 < len(state.lines) < 30
     assert state.steps == 1000
-    sampled = list(losses(run, 10))
+    sampled = list(RunLog(run).losses(10))
     assert len(sampled) == 10
     assert sampled[0][0] == 0
     assert all(step == pytest.approx(100 * part, abs=15) for part, (step, _) in enumerate(sampled))

@@ -25,9 +25,10 @@ from vpipe.app.launch.restart import (
     other_updates,
     restart_point,
 )
-from vpipe.app.train import run_folder
+from vpipe.app.train import run_log
 from vpipe.app.train.job import Job
-from vpipe.app.train.run_folder import failure_path, last_step, unlock_runs
+from vpipe.app.train.run_folder import failure_path, unlock_runs
+from vpipe.app.train.run_log import RunLog
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.distributed.environment import RankEnvironment, starter_id
@@ -59,12 +60,12 @@ def test_a_failure_before_the_first_step_repeats_too() -> None:
 
 
 def test_the_last_step_that_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert last_step(tmp_path) is None
+    assert RunLog(tmp_path).last_step() is None
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(300)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 299, "evaluation_loss": 2.0}', '{"step": 30']))
-    assert last_step(tmp_path) == 299
-    monkeypatch.setattr(run_folder, "TAIL_BYTES", 200)
-    assert last_step(tmp_path) == 299
+    assert RunLog(tmp_path).last_step() == 299
+    monkeypatch.setattr(run_log, "TAIL_BYTES", 200)
+    assert RunLog(tmp_path).last_step() == 299
 
 
 def checkpoint(root: Path, step: int) -> Path:

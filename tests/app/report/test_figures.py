@@ -17,7 +17,6 @@ from vpipe.app.report.page import page
 from vpipe.app.report.recording import Recording, read_recording
 from vpipe.app.report.report_data import as_recording, load_report_data, repeat_batches, replay_medians
 from vpipe.app.report.run_metrics import Totals
-from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
 from vpipe.schedules.action import Action, Op
@@ -262,6 +261,6 @@ def test_without_metrics_the_recording_says_what_it_can(tmp_path: Path) -> None:
 def test_a_summary_that_is_none_is_damage(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", updates=6)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "summary": [1]}\n')
-    with pytest.raises(UserError, match="line 9 of the metrics is damaged"):
-        load_report_data(folder, {})
+        file.write('{"step": 9, "evaluation_loss_averaged": 1.0, "time_s": 3.0}\n{"step": 9, "summary": [1]}\n')
+    assert load_report_data(folder, {}).notes == (
+        "Of metrics.jsonl 1 line is damaged and left out, the first is line 10.",)

@@ -15,8 +15,9 @@ import pytest
 
 from vpipe.app.errors import LastingError
 from vpipe.app.train import metrics as module
-from vpipe.app.train.metrics import Efficiency, LineWriter, Metrics, PastMetrics, ProgressBar, StepSize
+from vpipe.app.train.metrics import Efficiency, LineWriter, Metrics, ProgressBar, StepSize
 from vpipe.app.train.peak_flops import PeakFlops
+from vpipe.app.train.run_log import PastMetrics
 from vpipe.errors import UserError
 from vpipe.runtime.step_results import Step
 
@@ -150,11 +151,11 @@ def test_a_full_disk_is_told_once_and_at_the_end(tmp_path: Path, clock: Clock, m
 
 
 def test_lines_that_a_crash_lost_are_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    assert PastMetrics.read(path, 5).missing == []
+    path = tmp_path / "metrics.jsonl"
+    assert PastMetrics.read(tmp_path, 5).missing == []
     path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (2, 3, 6, 8)) + '{"step": 9, "lo')
-    assert PastMetrics.read(path, 4).missing == []
-    assert PastMetrics.read(path, 11).missing == [(4, 5), (7, 7), (9, 10)]
+    assert PastMetrics.read(tmp_path, 4).missing == []
+    assert PastMetrics.read(tmp_path, 11).missing == [(4, 5), (7, 7), (9, 10)]
 
 
 @pytest.mark.parametrize(("steps", "minutes", "left"), [

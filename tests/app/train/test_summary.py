@@ -24,9 +24,10 @@ from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.headline import headline, size_lines
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import build_pipeline, train
-from vpipe.app.train.metrics import Efficiency, Evaluation, Metrics, PastMetrics, StepSize
+from vpipe.app.train.metrics import Efficiency, Metrics, StepSize
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops
+from vpipe.app.train.run_log import Evaluation, PastMetrics
 from vpipe.app.train.summary import RunFigures, evaluation_text, p95, summary
 from vpipe.app.visualize.table import printable
 from vpipe.model.layer import Layer

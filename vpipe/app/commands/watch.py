@@ -24,7 +24,8 @@ from vpipe.app.report.figures import Window, rank_times
 from vpipe.app.report.idle_causes import Cause, Producers
 from vpipe.app.report.recording import read_recording
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.app.train.run_state import MeanTime, MeanTimes, RunState, losses, number
+from vpipe.app.train.run_log import RunLog, number
+from vpipe.app.train.run_state import MeanTime, MeanTimes, RunState
 from vpipe.app.visualize.table import compact, ms_text, terminal_columns
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.units import size_text
@@ -146,7 +147,7 @@ def _figures(state: RunState, *, ascii_only: bool) -> Iterator[Text]:
         parts.append(f"evaluation loss {number(state.evaluation, 'evaluation_loss'):.4f} after update "
                      f"{int(number(state.evaluation, 'step')) + 1:,}")
     yield Text("  ".join(parts))
-    if not ascii_only and (curve := _curve([loss for _, loss in losses(state.folder, CURVE_COLUMNS)])):
+    if not ascii_only and (curve := _curve([loss for _, loss in RunLog(state.folder).losses(CURVE_COLUMNS)])):
         yield Text(f"     {curve}", "cyan")
     texts: dict[str, Callable[[float], str]] = {
         "tokens_per_s": "{:,.0f} tokens/s".format, "samples_per_s": "{:,.1f} samples/s".format,

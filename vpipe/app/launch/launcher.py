@@ -17,7 +17,8 @@ from vpipe.app.launch.rank_env import check_gpus, hosts_of, ranks_here, ranks_of
 from vpipe.app.launch.restart import Failure, fitted, give_up_reason, restart_point
 from vpipe.app.launch.ssh import Remote, UnreachableError, connect, prepare
 from vpipe.app.train.resume import ResumePoint, nothing_left, prepare_run, run_config
-from vpipe.app.train.run_folder import checkpoints_root, last_step, why_unsaved
+from vpipe.app.train.run_folder import checkpoints_root, why_unsaved
+from vpipe.app.train.run_log import RunLog
 from vpipe.checkpoint import Checkpoints
 from vpipe.errors import Problem, RunError, UserError
 
@@ -160,7 +161,7 @@ class _Run:
         """Return the failure that ended the attempt."""
         assert self.folder is not None
         checkpoint = None if self._start is None else self._start.checkpoint
-        return Failure(what, last_step(self.folder), "" if checkpoint is None else checkpoint.name)
+        return Failure(what, RunLog(self.folder).last_step(), "" if checkpoint is None else checkpoint.name)
 
     def restart(self, attempt: str, what: str) -> None:
         """Prepare another attempt; arguments as in :func:`~vpipe.app.launch.restart.restart_point`."""

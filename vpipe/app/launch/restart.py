@@ -27,7 +27,8 @@ from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
-from vpipe.app.train.run_folder import CONFIG, last_step, replace_text
+from vpipe.app.train.run_folder import CONFIG, replace_text
+from vpipe.app.train.run_log import RunLog
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import RunError, UserError, counted
@@ -263,7 +264,7 @@ def _failures(run: Path, restarts: int | None) -> tuple[Failure, ...]:
     if error is None:
         return before.failures  # it was stopped by a signal, or from outside
     what = error.located if isinstance(error, RunError) else error.problems[0].what
-    failures = (*before.failures, Failure(what, last_step(run), before.checkpoint))
+    failures = (*before.failures, Failure(what, RunLog(run).last_step(), before.checkpoint))
     lasting = isinstance(error, (UserError, LastingError))
     why = "it would come again" if lasting else give_up_reason(failures, restarts)
     if why is not None:

@@ -275,7 +275,7 @@ def _read_track(file: Path, header: Mapping[str, Any], tail_bytes: int | None) -
                 if not line.endswith("\n"):  # the file ends in the middle of it
                     notes.append(f"{file.name} breaks off in line {number}: the run was ended, or is still going.")
                     break
-                raise damaged_line("record", file, number, line, _RECORD_AGAIN) from None
+                raise _damaged(file, number, line) from None
             note = entry if isinstance(entry, dict) else {}
             if isinstance(entry, list) and (done := _parse_action(entry, stages, last_s)) is not None:
                 last_s = done.end_s
@@ -287,7 +287,7 @@ def _read_track(file: Path, header: Mapping[str, Any], tail_bytes: int | None) -
             elif (clock := _pair(note.get("clock"))) is not None:
                 clocks.append(clock)
             else:
-                raise damaged_line("record", file, number, line, _RECORD_AGAIN)
+                raise _damaged(file, number, line)
     if truncated:
         notes.append(f"{file.name} ends after {len(actions):,} actions: recording has a limit. What came later is not "
                      "in this report.")
@@ -334,10 +334,10 @@ def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedActio
     return RecordedAction(op, stage, int(match[3]), start_s, end_s, waited_s, held, versions)
 
 
-def damaged_line(what: str, file: Path, number: int, line: str, hint: str) -> UserError:
+def _damaged(file: Path, number: int, line: str) -> UserError:
     shown = line.strip()
-    return UserError(f"line {number} of the {what} is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
-                     where=f"{file}:{number}", hint=hint)
+    return UserError(f"line {number} of the record is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
+                     where=f"{file}:{number}", hint=_RECORD_AGAIN)
 
 
 def describe(done: RecordedAction, slices: int) -> str:

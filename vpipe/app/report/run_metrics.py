@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isnan
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from vpipe.app.metric_formulas import counted_updates
 from vpipe.app.report.figures import Figures, Points
 from vpipe.app.report.line_chart import is_drawable
-from vpipe.app.report.recording import damaged_line, is_number
-from vpipe.errors import UserError, counted
-
-_AGAIN = "a line is an object with step, loss, time_s and tokens_per_s; copy the file whole from the run's folder"
+from vpipe.app.report.recording import is_number
+from vpipe.app.train.run_log import METRICS, Line, RunLog, mean_figure, number
+from vpipe.errors import counted
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,9 @@ class History:
     losses: Points = ()
     evaluations: Points = ()
     speeds: Points = ()
-    lines: Sequence[Mapping[str, Any]] = ()
+    lines: Sequence[Line] = ()
     next_tokens: bool = False
-    summary: Mapping[str, Any] | None = None
+    summary: Line | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -46,40 +43,29 @@ def read_history(folder: Path) -> History:
     """Return the metrics of the run in ``folder``; empty where there is no such file.
 
     Raises:
-        UserError: a line is damaged.
+        UserError: the file cannot be read.
     """
-    path = folder / "metrics.jsonl"
-    losses, evaluations, speeds, updates, notes = [], [], [], list[Mapping[str, Any]](), list[str]()
-    summary = None
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return History(notes=("There is no metrics.jsonl, so no losses and no tokens per second.",))
-    except OSError as error:
-        raise UserError(f"cannot read the metrics: {error.strerror}", where=str(path), hint=_AGAIN) from None
-    lines = text.splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            if number == len(lines) and not line.endswith("\n"):
-                notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
-                break
-            raise damaged_line("metrics", path, number, line, _AGAIN) from None
-        entry = entry if isinstance(entry, dict) else {}
-        summary = entry.get("summary")  # the last line, where the run has ended
-        if ("checkpoint" in entry or "summary" in entry or "values" in entry) and isinstance(summary, dict | None):
+    losses, evaluations, speeds, updates, notes = [], [], [], list[Line](), list[str]()
+    summary, damaged, broken_off = None, list[int](), False
+    for at, (text, entry) in enumerate(RunLog(folder).entries(), 1):
+        if entry is None or not _is_whole(entry):
+            damaged.append(at)
+            broken_off = not text.endswith("\n")
             continue
-        entry |= {key: nan for key in ("loss", "evaluation_loss") if entry.get(key, 0) is None}  # it was not finite
-        placed = _numbers(entry, "step", "time_s") and is_drawable(entry["step"]) and is_drawable(entry["time_s"])
-        if placed and _numbers(entry, "evaluation_loss"):
-            evaluations.append((entry["step"], entry["evaluation_loss"]))
-        elif placed and _numbers(entry, "loss", "tokens_per_s"):
-            losses.append((entry["step"], entry["loss"]))
+        summary = entry.get("summary")  # the last line, where the run has ended
+        if "loss" in entry:
+            losses.append((entry["step"], number(entry, "loss")))
             speeds.append((entry["time_s"], entry["tokens_per_s"]))
             updates.append(entry)
-        else:
-            raise damaged_line("metrics", path, number, line, _AGAIN)
+        elif "evaluation_loss" in entry:
+            evaluations.append((entry["step"], number(entry, "evaluation_loss")))
+    if not (folder / METRICS).exists():
+        notes.append("There is no metrics.jsonl, so no losses and no tokens per second.")
+    if damaged and broken_off:
+        notes.append(f"metrics.jsonl breaks off in line {damaged.pop()}: the run was ended, or is still going.")
+    if damaged:
+        notes.append(f"Of metrics.jsonl {counted(len(damaged), 'line')} {'is' if len(damaged) == 1 else 'are'} damaged "
+                     f"and left out, the first is line {damaged[0]}.")
     if wrong := [step for step, loss in (*losses, *evaluations) if not is_drawable(loss)]:
         notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
                      f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
@@ -88,8 +74,10 @@ def read_history(folder: Path) -> History:
                    tuple(notes))
 
 
-def _numbers(entry: dict[str, Any], *keys: str) -> bool:
-    return all(type(value) is float or (type(value) is int and is_drawable(value)) for value in map(entry.get, keys))
+def _is_whole(entry: Line) -> bool:
+    """Return whether a line has what charts need of it; a loss that was not finite is null."""
+    needed = ["step"] + ["time_s"] * ("evaluation_loss" in entry) + ["time_s", "tokens_per_s"] * ("loss" in entry)
+    return all(is_number(entry.get(key)) for key in needed) and isinstance(entry.get("summary"), dict | None)
 
 
 @dataclass(frozen=True)
@@ -126,8 +114,7 @@ class Totals:
         def figure(key: str, otherwise: float | None = None) -> float | None:
             if key in summary:
                 return float(summary[key]) if is_number(summary[key]) else None
-            of_lines = _mean(lines, update_s, key)
-            return otherwise if of_lines is None else of_lines
+            return otherwise if isnan(of_lines := mean_figure(lines, key)) else of_lines
 
         samples_per_s, bubble = figure("samples_per_s", figures.samples_per_s), figure("bubble", figures.bubble)
         step_s = figure("step_median_s", median(update_s) if update_s else figures.step_s)
@@ -136,13 +123,3 @@ class Totals:
         return cls(samples_per_s, figure("tokens_per_s"), step_s, bubble, figure("mfu"), figure("hfu"),
                    figure("memory_bytes"), *(text if isinstance(text := summary.get(key), str) else None
                                              for key in ("peak_is", "doubt")))
-
-
-def _mean(lines: Sequence[Mapping[str, Any]], update_s: Sequence[float], key: str) -> float | None:
-    """Return the time-weighted mean over updates of a figure that each has; None where one has not.
-
-    Such a mean of speeds, or of shares of a peak, is the value of all of these updates together.
-    """
-    if not lines or not all(is_number(line.get(key)) for line in lines):
-        return None
-    return sum(float(line[key]) * seconds for line, seconds in zip(lines, update_s, strict=True)) / sum(update_s)

@@ -29,10 +29,11 @@ from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.headline import delay_line, delay_warning, size_lines
 from vpipe.app.train.job import OBSERVERS, Job
-from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
+from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
-from vpipe.app.train.run_folder import FACTS, METRICS, SUMMARY, replace_text, running
+from vpipe.app.train.run_folder import FACTS, SUMMARY, replace_text, running
+from vpipe.app.train.run_log import METRICS, PastMetrics
 from vpipe.app.train.summary import RunFigures, evaluation_text, summary
 from vpipe.app.train.tensorboard import TensorBoardWriter
 from vpipe.app.train.torch_profiler import TorchProfiler
@@ -130,7 +131,7 @@ class _TrainingRun:
         past, self._evaluated = PastMetrics(), 0  # steps done at the latest evaluation
         if job.steps_done:
             if show:
-                past = PastMetrics.read(self._folder / METRICS, job.steps_done)
+                past = PastMetrics.read(self._folder, job.steps_done)
             past.time_s, last = exchange().from_rank([past.time_s, past.evaluations[-1:]])
             self._evaluated = last[0][0] + 1 if last else 0
         size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -26,6 +26,7 @@ from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
+from vpipe.app.train.run_log import AVERAGED, Evaluation, PastMetrics
 from vpipe.app.visualize.table import compact
 from vpipe.errors import UserError, counted
 from vpipe.runtime import Step
@@ -34,58 +35,6 @@ log = logging.getLogger("vpipe")
 
 Number = float | None
 Line = dict[str, float | str | bool | None]
-
-_AVERAGED = "evaluation_loss_averaged"
-
-
-class Evaluation(NamedTuple):
-    """An evaluation after update ``step``; ``averaged``: the loss with the average of the weights."""
-
-    step: int
-    loss: float
-    averaged: float | None = None
-
-
-@dataclass
-class PastMetrics:
-    """The lines of earlier attempts about steps that this attempt does not repeat."""
-
-    lines: list[str] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # of every step; NaN where the loss was not finite
-    evaluations: list[Evaluation] = field(default_factory=list)
-    time_s: float = 0.0  # of training
-    missing: list[tuple[int, int]] = field(default_factory=list)  # first and last step of each gap without lines
-
-    @classmethod
-    def read(cls, path: Path, steps: int) -> PastMetrics:
-        """Read the lines of the first ``steps`` steps; a line that was cut off is ignored."""
-        past, expected = cls(), None  # a run that began from another run's checkpoint has no lines before it
-        if not path.exists():
-            return past
-        for text in path.read_text(errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-                step = line["step"]
-            except (ValueError, TypeError, KeyError):
-                continue  # the process was killed while it wrote the line
-            if step >= steps:
-                continue
-            past.lines.append(text)
-            past.time_s = line.get("time_s", past.time_s)
-            if "loss" in line:
-                past.losses.append(_number(line["loss"]))
-                past._note_gap(step, expected)
-                expected = step + 1
-            elif "evaluation_loss" in line:
-                past.evaluations.append(Evaluation(step, _number(line["evaluation_loss"]), _number(
-                    line[_AVERAGED]) if _AVERAGED in line else None))
-        past._note_gap(steps, expected)
-        return past
-
-    def _note_gap(self, step: int, expected: int | None) -> None:
-        if expected is not None and step > expected:
-            self.missing.append((expected, step - 1))
-
 
 @dataclass(frozen=True)
 class StepSize:
@@ -224,12 +173,12 @@ class Metrics:
         self.exclude_time()
         self.evaluations.append(Evaluation(step, loss, averaged))
         self._write({"step": step, "evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_"),
-                     **({} if averaged is None else {_AVERAGED: finite(averaged)}), "time_s": round(self.time_s, 4)})
+                     **({} if averaged is None else {AVERAGED: finite(averaged)}), "time_s": round(self.time_s, 4)})
 
     def averaged_evaluation(self, step: int, loss: float) -> None:
         """Record an evaluation with the average of the weights alone; its time does not count as training."""
         self.exclude_time()
-        self._write({"step": step, _AVERAGED: finite(loss), "time_s": round(self.time_s, 4)})
+        self._write({"step": step, AVERAGED: finite(loss), "time_s": round(self.time_s, 4)})
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers of a script's own after update ``step``."""
@@ -370,10 +319,6 @@ class ProgressBar:
 def finite(value: float) -> Number:
     """Return the value for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
-
-
-def _number(value: Number) -> float:
-    return math.nan if value is None else value
 
 
 class LineWriter:

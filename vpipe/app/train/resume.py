@@ -31,15 +31,14 @@ from vpipe.app.families.lora import is_adapter
 from vpipe.app.train.run_folder import (
     CONFIG,
     EARLIER,
-    METRICS,
     PLAN,
     begin_attempt,
     checkpoints_root,
-    last_step,
     lock_run,
     next_attempt,
     why_unsaved,
 )
+from vpipe.app.train.run_log import PastMetrics, RunLog
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import Problem, UserError, counted
 
@@ -319,12 +318,10 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     manifest = start.manifest
     if start.folder is None or manifest is None:
         return None
-    from vpipe.app.train.metrics import PastMetrics  # which needs torch, as a job does
-
     steps = manifest.step
     if job.resumed(steps, manifest.samples).updates != steps:
         return None
-    evaluations = PastMetrics.read(start.folder / METRICS, steps).evaluations
+    evaluations = PastMetrics.read(start.folder, steps).evaluations
     if not evaluations or evaluations[-1][0] != steps - 1:
         return None  # a signal ended it just there
     lock_run(start.folder)
@@ -345,8 +342,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
     """
-    from vpipe.app.train.job import new_run
-    from vpipe.app.train.metrics import PastMetrics  # which needs torch, as a job does
+    from vpipe.app.train.job import new_run  # which needs torch
 
     manifest, steps = start.manifest, 0
     if manifest is not None:
@@ -361,10 +357,10 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
         return folder
     lock_run(folder)
     roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
-    attempt, last = next_attempt([folder, *roots]), last_step(folder)
+    attempt, last = next_attempt([folder, *roots]), RunLog(folder).last_step()
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
     moved = [name for root in roots for name in _move_later(root, steps, attempt)]
-    begin_attempt(folder, attempt, job.config.resolved_yaml(), PastMetrics.read(folder / METRICS, steps).lines)
+    begin_attempt(folder, attempt, job.config.resolved_yaml(), PastMetrics.read(folder, steps).lines)
     job.keep_plan(folder)
     if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
         (folder / PLAN).unlink()  # this attempt does not follow it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -15,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from vpipe.app.train.run_log import METRICS, RunLog
 from vpipe.errors import UserError, counted
 
 if TYPE_CHECKING:  # commands that list checkpoints need no pydantic
@@ -23,16 +23,12 @@ if TYPE_CHECKING:  # commands that list checkpoints need no pydantic
 CONFIG = "config.yaml"
 PLAN = "plan.json"  # that the run follows
 PROFILE = "profile.json"  # that the plan was made from
-METRICS = "metrics.jsonl"  # a line per step
 SUMMARY = "summary.csv"  # the config and the figures of a run that has ended, on one row
 FACTS = "run.json"  # its length, the ranks and layers of its stages, and what these were planned to take
 RANK_TIMES = "rank_times.jsonl"  # the times of every rank, a line per report
 EARLIER = "earlier"  # the files of earlier attempts: earlier/1 has those of the first
 RUNNING = "running"  # locked while a run is going; names the process
 LAUNCHED = "launched"  # the same for the process that started the run, from before its ranks start until it ends
-
-TAIL_BYTES = 1 << 16
-"""End of metrics.jsonl that is searched for the last step."""
 
 
 def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None) -> Path:
@@ -233,7 +229,7 @@ def why_unsaved(config: Config, folder: Path) -> str:
     Args:
         config: of the run in ``folder``.
     """
-    every, last = config.saving.every_steps, last_step(folder)
+    every, last = config.saving.every_steps, RunLog(folder).last_step()
     done = 0 if last is None else last + 1
     if not done:
         return "it made no step"
@@ -242,21 +238,3 @@ def why_unsaved(config: Config, folder: Path) -> str:
     if done < every:
         return f"its first is due after step {every}, and it made {counted(done, 'step')}"
     return f"no save came to its end, see {log_path(folder, 0)}"
-
-
-def last_step(folder: Path) -> int | None:
-    """Return the last step that a run recorded."""
-    try:
-        with (folder / METRICS).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # cut short
-        if isinstance(entry, dict) and "loss" in entry:
-            return int(entry["step"])
-    return None

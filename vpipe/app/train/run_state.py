@@ -6,30 +6,25 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, nan
+from math import isfinite
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
-from typing import Any
 
 from vpipe.app.metric_formulas import RECENT
-from vpipe.app.train.run_folder import CONFIG, FACTS, LAUNCHED, METRICS, RANK_TIMES, RUNNING
+from vpipe.app.train.run_folder import CONFIG, FACTS, LAUNCHED, RANK_TIMES, RUNNING
+from vpipe.app.train.run_log import METRICS, Line, RunLog, mean_figure, number
 from vpipe.errors import UserError
-
-TAIL_BYTES, SAMPLE_BYTES = 1 << 20, 1 << 12
-"""The end of a file that is read, with the lines of thousands of updates; and the bytes in which one is found."""
 
 SILENT_S, SILENT_UPDATES = 60.0, 20
 """A run that has written nothing for so long, and for as long as so many of its updates take, may have stopped."""
 
 OF_STAGE = ("forward_s", "backward_s", "step_s", "others_s")
 """Seconds that a summary has for each stage of a rank; those of transfers and waiting are the rank's."""
-
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ class RunState:
         check_run(folder)
         lines, evaluation = list[Line](), None
         last: Line = {}
-        for last in _tail(folder / METRICS):
+        for last in RunLog(folder).tail():
             if "loss" in last:
                 lines.append(last)
             elif "evaluation_loss" in last:
@@ -167,8 +162,7 @@ class RunState:
         """
         if self.summary is not None:
             return number(self.summary, key)
-        seconds = sum(number(line, "step_s") for line in self.recent)
-        return sum(number(line, key) * number(line, "step_s") for line in self.recent) / (seconds or nan)
+        return mean_figure(self.recent, key)
 
     @property
     def limit_s(self) -> float | None:
@@ -222,46 +216,6 @@ def check_run(folder: Path) -> None:
                     "give the folder that 'vpipe train' prints as its run folder")
 
 
-def number(values: Line, key: str) -> float:
-    """Return a number of a line; NaN where it is none."""
-    value = values.get(key)
-    return float(value) if isinstance(value, int | float) else nan
-
-
-def losses(folder: Path, most: int) -> Iterator[tuple[int, float]]:
-    """Yield step and loss of at most so many moments of a run, spread over the lines that it has written.
-
-    A loss is the mean of those that :data:`SAMPLE_BYTES` hold, from that step on.
-    """
-    last = -1
-    with suppress(OSError), (folder / METRICS).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        for part in range(most):
-            file.seek(part * size // most)
-            if file.tell():
-                file.readline(SAMPLE_BYTES)  # the rest of a line
-            lines = [line for line in _parsed(file.read(SAMPLE_BYTES)) if isfinite(number(line, "loss"))]
-            if lines and lines[0]["step"] > last:
-                last = lines[0]["step"]
-                yield last, fmean(line["loss"] for line in lines)
-
-
-def _tail(path: Path) -> Iterator[Line]:
-    """Yield the last lines of a file that another process may be writing."""
-    with suppress(OSError), path.open("rb") as file:
-        if file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)):
-            file.readline()
-        yield from _parsed(file.read())
-
-
-def _parsed(text: bytes) -> Iterator[Line]:
-    """Yield the objects of lines that say their step; what is cut short or damaged is none."""
-    for line in text.splitlines():
-        with suppress(ValueError):
-            if isinstance(found := json.loads(line), dict) and type(found.get("step", found.get("last_step"))) is int:
-                yield found
-
-
 def _facts(folder: Path) -> Line:
     with suppress(OSError, ValueError):
         found = json.loads((folder / FACTS).read_text())
@@ -302,7 +256,7 @@ def _silent_s(folder: Path) -> float:
 
 def _reported(folder: Path, lines: Sequence[Line]) -> MeanTimes | None:
     """Return the latest report of ``rank_times.jsonl``."""
-    for report in reversed(list(_tail(folder / RANK_TIMES))):
+    for report in reversed(RunLog(folder, RANK_TIMES).tail()):
         with suppress(KeyError, TypeError):  # of a damaged line
             first, last = report["first_step"], report["last_step"]
             ranks = [MeanTime.of_values(values["rank"], values) for values in report["ranks"]]
