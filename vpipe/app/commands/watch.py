@@ -25,7 +25,7 @@ from vpipe.app.report.idle_causes import Cause, Producers
 from vpipe.app.report.recording import read_recording
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.train.run_log import RunLog, number
-from vpipe.app.train.run_state import MeanTime, MeanTimes, RunState
+from vpipe.app.train.run_state import MeanTimes, RunState
 from vpipe.app.visualize.table import compact, ms_text, terminal_columns
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.units import size_text
@@ -168,23 +168,20 @@ def _curve(values: list[float]) -> str:
 def _ranks(state: RunState, times: MeanTimes) -> Iterator[RenderableType]:
     """Yield a row per rank, and which of them is slow."""
     slowest = times.slowest
-    table = _table("forward", "backward", "step", "comm", "idle", causes=("uneven", "schedule", "between"))
+    table = _table("forward", "backward", "step", "comm", "idle")
     shown = [rank for at, rank in enumerate(times.ranks) if at < MOST_RANKS or rank is slowest]
     for rank in shown:
-        idle = times.idle(rank)
-        split = ("-", "-", "-") if idle is None else tuple("-" if part is None else ms_text(part) for part in idle)
         table.add_row(str(rank.rank), " ".join(map(str, state.stages_of(rank.rank))),
                       *map(ms_text, (rank.forward_s, rank.backward_s, rank.step_s + rank.others_s,
                                      rank.communication_s)),
-                      "-" if rank.idle_s is None else ms_text(rank.idle_s), *split,
+                      "-" if rank.idle_s is None else ms_text(rank.idle_s),
                       style="bold" if rank is slowest and len(times.ranks) > 1 else "")
     yield Text(f"updates {times.first:,} to {times.last:,}, in milliseconds per update:")
     yield table
     if left_out := len(times.ranks) - len(shown):
         yield Text(f"({left_out} more ranks)", "dim")
-    yield Text("(idle, waiting for others: uneven, as another rank works longer; schedule, its order, transfers and "
-               "delays. between: reading data, and other time between actions)", "dim")
-    yield from _slow(state, times, slowest)
+    yield Text("(idle: waiting for other ranks; vpipe trace shows why, of a run with trace: true)", "dim")
+    yield from _slow(state, times)
 
 
 def _recorded(folder: Path) -> Iterator[RenderableType]:
@@ -220,7 +217,7 @@ _CAUSES = {Cause.SCHEDULE: "schedule", Cause.TRANSFER: "transfer", Cause.STRAGGL
            Cause.DISPATCH: "between", Cause.UNKNOWN: "unknown"}
 
 
-def _table(*heads: str, causes: Sequence[str]) -> Table:
+def _table(*heads: str, causes: Sequence[str] = ()) -> Table:
     """Begin a table of ranks; its columns of causes of idle time are coloured."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in ("rank", "stage"):
@@ -230,8 +227,9 @@ def _table(*heads: str, causes: Sequence[str]) -> Table:
     return table
 
 
-def _slow(state: RunState, times: MeanTimes, slowest: MeanTime) -> Iterator[Text]:
+def _slow(state: RunState, times: MeanTimes) -> Iterator[Text]:
     """Name the rank that works longest, and the one that takes most above its plan."""
+    slowest = times.slowest
     if len(times.ranks) > 1 and slowest.work_s > 0:
         mean_s = sum(rank.work_s for rank in times.ranks) / len(times.ranks)
         yield Text(f"slowest: {state.describe(slowest.rank)} works {ms_text(slowest.work_s)} ms per update, "

@@ -54,31 +54,11 @@ class MeanTime:
 
 @dataclass(frozen=True)
 class MeanTimes:
-    """The times of all ranks in the updates ``first`` to ``last``, counted from 1, that took ``update_s`` each.
-
-    Attributes:
-        update_s: None where it is not known.
-    """
+    """The times of all ranks in the updates ``first`` to ``last``, counted from 1."""
 
     first: int
     last: int
-    update_s: float | None
     ranks: Sequence[MeanTime]
-
-    def idle(self, rank: MeanTime) -> tuple[float, float, float | None] | None:
-        """Split the time in which a rank does nothing by its causes; None where it is not known.
-
-        Returns:
-            The seconds in which it waits because another rank works longer: an update takes no less than that rank
-            does. The other seconds in which it waits: for the order of the schedule, transfers, hiccups. And those
-            between its actions, in which data are read: what is left of an update; None where that is not known.
-        """
-        if rank.idle_s is None:
-            return None
-        busy_s = rank.work_s + rank.communication_s
-        uneven_s = min(rank.idle_s, max(one.work_s + one.communication_s for one in self.ranks) - busy_s)
-        return uneven_s, rank.idle_s - uneven_s, None if self.update_s is None else \
-            max(0.0, self.update_s - busy_s - rank.idle_s)
 
     @property
     def slowest(self) -> MeanTime:
@@ -132,8 +112,8 @@ class RunState:
             summary = None  # or of the attempt before this one, which has made no update yet
         facts = _facts(folder)
         times = _of_summary(summary, facts) if summary is not None else None
-        return cls(folder, lines, evaluation, summary, facts, times or _reported(folder, lines), _silent_s(folder),
-                   holder, is_alive)
+        return cls(folder, lines, evaluation, summary, facts, times or _reported(folder), _silent_s(folder), holder,
+                   is_alive)
 
     @property
     def steps(self) -> int:
@@ -254,15 +234,13 @@ def _silent_s(folder: Path) -> float:
     return max(0.0, time.time() - max(written, default=0.0))
 
 
-def _reported(folder: Path, lines: Sequence[Line]) -> MeanTimes | None:
+def _reported(folder: Path) -> MeanTimes | None:
     """Return the latest report of ``rank_times.jsonl``."""
     for report in reversed(RunLog(folder, RANK_TIMES).tail()):
         with suppress(KeyError, TypeError):  # of a damaged line
             first, last = report["first_step"], report["last_step"]
-            ranks = [MeanTime.of_values(values["rank"], values) for values in report["ranks"]]
-            taken = [number(line, "step_s") for line in lines if first <= line["step"] <= last]
-            if ranks:
-                return MeanTimes(first + 1, last + 1, fmean(taken) if len(taken) == last + 1 - first else None, ranks)
+            if ranks := [MeanTime.of_values(values["rank"], values) for values in report["ranks"]]:
+                return MeanTimes(first + 1, last + 1, ranks)
     return None
 
 
@@ -275,6 +253,5 @@ def _of_summary(summary: Line, facts: Line) -> MeanTimes | None:
         last, per = summary["steps_done"], summary["usage_steps"]
         united = {rank: {**own[0], **{key: sum(number(usage, key) for usage in own) for key in OF_STAGE}}
                   for rank, own in stages.items()}
-        return MeanTimes(last - per + 1, last, number(summary, "samples_per_step") / number(summary, "samples_per_s"),
-                         [MeanTime.of_values(rank, united[rank], per) for rank in sorted(united)])
+        return MeanTimes(last - per + 1, last, [MeanTime.of_values(rank, united[rank], per) for rank in sorted(united)])
     return None
