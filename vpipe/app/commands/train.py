@@ -12,7 +12,7 @@ from vpipe.app.command_line import Setting
 from vpipe.app.commands.trace import write_report
 from vpipe.app.config import config as configs
 from vpipe.app.config.config import Config
-from vpipe.app.config.formats import CONFIG_FORMATS
+from vpipe.app.config.formats import ADDITIONS
 from vpipe.app.imports import import_files
 from vpipe.app.launch.restart import Starter
 from vpipe.app.progress import byte_progress
@@ -21,10 +21,6 @@ from vpipe.app.train.run_folder import CONFIG, unlock_runs
 from vpipe.checkpoint import Checkpoint
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import UserError, VpipeError
-from vpipe.plugins import PluginGroup
-
-SETTINGS = PluginGroup("vpipe.settings", "source of settings")
-"""The group of entry points for functions that return values of ``--set``, such as the environment asks for."""
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -100,7 +96,7 @@ def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> _Me
 def _note_form(options: argparse.Namespace, config: Config) -> None:
     """Print what those should know who train with options of another program."""
     if options.config is not None and any(isinstance(setting, Setting) for setting in options.settings):
-        for kind in CONFIG_FORMATS.added():
+        for kind in ADDITIONS.added():
             if (note := kind().note(options.config, options.settings, config)) is not None:
                 print(f"note: {note}", file=sys.stderr, flush=True)
 
@@ -124,7 +120,7 @@ def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
 
 
 def _config(options: argparse.Namespace, start: ResumePoint | None) -> Config:
-    settings = [*(setting for wanted in SETTINGS.added() for setting in wanted()), *options.settings]
+    settings = [*(setting for kind in ADDITIONS.added() for setting in kind().settings()), *options.settings]
     if start is None:
         return configs.load_config(options.config, settings)
     return resumed_config(start, options.config, settings)

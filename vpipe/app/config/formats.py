@@ -1,25 +1,25 @@
-"""Read configs that other programs have: whole files in another form, and keys of another name.
+"""Take what extras and packages add to configs: files in another form, keys of another name, settings, variables.
 
-An extra or a package adds a form by an entry point of its name in the group ``vpipe.config_formats``, which leads to a
-subclass of :class:`ConfigFormat`; options for the commands that take a config are added by functions in the group
+Each adds it by an entry point of its name in the group ``vpipe.config``, which leads to a subclass of
+:class:`ConfigAddition`; options for the commands that take a config are added by functions in the group
 ``vpipe.config_options`` (:class:`~vpipe.app.command_line.Setting`)::
 
-    [project.entry-points."vpipe.config_formats"]
+    [project.entry-points."vpipe.config"]
     toml = "my_package.toml_configs:TomlConfig"
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vpipe.app.config.validation import Section, section_of
+from vpipe.app.config.validation import Mistake, Section, section_of
 from vpipe.app.config.yaml_tree import Tree
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
 
-CONFIG_FORMATS = PluginGroup("vpipe.config_formats", "form of configs")
+ADDITIONS = PluginGroup("vpipe.config", "addition to configs")
 """The group of entry points."""
 
 FLAT = "vpipe_flat"
@@ -28,8 +28,8 @@ FLAT = "vpipe_flat"
 MAIN_SECTIONS = ("model", "dataset", "training", "parallel")
 
 
-class ConfigFormat:
-    """A form of configs. What a form does not override does nothing.
+class ConfigAddition:
+    """What a package adds to configs. What it does not override does nothing.
 
     Attributes:
         keys: that a file in this form has at its top; ``--set`` of one changes the file before it is converted.
@@ -60,17 +60,29 @@ class ConfigFormat:
             given: the keys that were set on the command line; they go before those of the file.
         """
 
+    def settings(self) -> Iterable[str]:
+        """Return values of ``--set`` for who trains, such as the environment asks for."""
+        return ()
+
+    def mistakes(self, parallel: Any) -> Iterator[Mistake]:
+        """Yield mistakes in the section ``parallel``, of which this addition reads keys."""
+        yield from ()
+
+    def rank_variables(self, config: Any) -> Mapping[str, str]:
+        """Return the environment variables that the ranks of a ``Config`` need."""
+        return {}
+
     def note(self, path: Path, settings: Sequence[str], config: Any) -> str | None:
         """Return what those who train should know about the ``Config`` that came of ``path`` and ``settings``."""
         return None
 
 
-def formats_of(tree: Tree, settings: Iterable[str], native: type[Section]) -> list[ConfigFormat]:
-    """Return all forms that packages add; none where file and settings have native keys alone, as most have."""
+def formats_of(tree: Tree, settings: Iterable[str], native: type[Section]) -> list[ConfigAddition]:
+    """Return all that packages add; none where file and settings have native keys alone, as most have."""
     paths = [key.split(".") for key in settings]
     for key, value in tree.value.items():
         paths += [[key, str(own)] for own in value] if isinstance(value, dict) else [[key]]
-    return [] if all(_is_native(path, native) for path in paths) else [kind() for kind in CONFIG_FORMATS.added()]
+    return [] if all(_is_native(path, native) for path in paths) else [kind() for kind in ADDITIONS.added()]
 
 
 def _is_native(path: Sequence[str], native: type[Section]) -> bool:
@@ -81,7 +93,7 @@ def _is_native(path: Sequence[str], native: type[Section]) -> bool:
 
 def unread_form(tree: Tree) -> UserError | None:
     """Return the error of a file without any section of a native config, where VPipe's form is not installed."""
-    if FLAT in CONFIG_FORMATS.names or not {*tree.value}.isdisjoint(MAIN_SECTIONS):
+    if FLAT in ADDITIONS.names or not {*tree.value}.isdisjoint(MAIN_SECTIONS):
         return None
     return UserError(f"the file has none of the sections {', '.join(MAIN_SECTIONS)}", where=tree.places[()].value,
                      hint="vpipe configs lists examples; the flat form of VPipe is read by vpipe/extras/legacy, which "

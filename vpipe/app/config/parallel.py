@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from vpipe import Cut, Execution, Plan, Transfers, accelerator
+from vpipe.app.config.formats import ADDITIONS
 from vpipe.app.config.validation import (
     FilePath,
     Ints,
@@ -23,19 +24,11 @@ from vpipe.app.config.validation import (
 )
 from vpipe.app.config.yaml_tree import describe
 from vpipe.app.sizes import parse_size
-from vpipe.description import Executor
 from vpipe.errors import UserError, nearest
-from vpipe.plugins import PluginGroup
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 
-ORDERED = "async_threaded"
-"""The executor whose streams ``use_orion_scheduler`` orders."""
-
 ORION = "orion"
-"""What must be added for ``use_orion_scheduler``, under this name, to :data:`RANK_ENVIRONMENT`."""
-
-RANK_ENVIRONMENT = PluginGroup("vpipe.rank_environment", "source of variables")
-"""Functions from a config to the environment variables that its ranks need."""
+"""What must be added for ``use_orion_scheduler``, under this name, to :data:`~vpipe.app.config.formats.ADDITIONS`."""
 
 AUTO = "auto"
 """Value of keys that are planned when the run starts."""
@@ -363,14 +356,12 @@ class ParallelSection(Section):
         yield from self._schedule()
         yield from self._split_layers()
         yield from self._executor()
-        if self.use_orion_scheduler and self.executor != ORDERED:
-            there = ORDERED in Executor.names()
-            yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
-                          "stream for all microbatches", "set executor: async_threaded, or use_orion_scheduler: false"
-                          if there else "leave it out, or install vpipe with vpipe/extras/async_threaded")
-        elif self.use_orion_scheduler and ORION not in RANK_ENVIRONMENT.names:
+        if self.use_orion_scheduler and ORION not in ADDITIONS.names:
             yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
                           "vpipe/extras/orion, or leave it out")
+        elif self.use_orion_scheduler:
+            [orion] = ADDITIONS.added(ORION)
+            yield from orion().mistakes(self)
 
     def _executor(self) -> Iterator[Mistake]:
         """Yield what does not go with the executor."""

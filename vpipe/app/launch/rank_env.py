@@ -15,8 +15,8 @@ from typing import Any
 
 from vpipe import Execution, accelerator
 from vpipe.app.config.config import Config
+from vpipe.app.config.formats import ADDITIONS
 from vpipe.app.config.machines import Hosts, host_of
-from vpipe.app.config.parallel import RANK_ENVIRONMENT
 from vpipe.app.imports import IMPORTS, imported_files
 from vpipe.app.launch.container import Container
 from vpipe.app.launch.network import free_port, interface_towards
@@ -210,7 +210,7 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, *task: str) -> H
 
 def variables_of_packages(config: Config) -> dict[str, str]:
     """Return the environment variables that packages set for the ranks of a config."""
-    return {name: value for variables in RANK_ENVIRONMENT.added() for name, value in variables(config).items()}
+    return {name: value for kind in ADDITIONS.added() for name, value in kind().rank_variables(config).items()}
 
 
 def interface_variables(interface: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from vpipe.app.command_line import Setting
 from vpipe.app.config.config import Config, load_config
-from vpipe.app.config.formats import ConfigFormat
+from vpipe.app.config.formats import ConfigAddition
 from vpipe.app.config.parallel import OF_SCHEDULE
 from vpipe.app.config.validation import Section, checked
 from vpipe.app.config.yaml_tree import Tree, describe
@@ -35,7 +35,7 @@ class OldKeys(Section):
     compress_feedback: bool = Field(False, description="always false: error feedback on gradients was removed")
 
 
-class OurGPipe(ConfigFormat):
+class OurGPipe(ConfigAddition):
     """The old keys in a native config."""
 
     def replace_keys(self, tree: Tree, given: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 
 from vpipe.app.config.config import Config
-from vpipe.app.config.formats import MAIN_SECTIONS, ConfigFormat
+from vpipe.app.config.formats import MAIN_SECTIONS, ConfigAddition
 from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.validation import (
     MOST_SAMPLES,
@@ -151,7 +151,7 @@ def _contradicts(schedule: str | None, sync_mode: str) -> bool:
     return registered is not None and registered.flush != (sync_mode == "bsp")
 
 
-class VPipeFlat(ConfigFormat):
+class VPipeFlat(ConfigAddition):
     """The flat form; a file in it may have those native sections for which it has no keys of its own."""
 
     keys = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vpipe import accelerator
 from vpipe.errors import UserError, counted
-
-if TYPE_CHECKING:
-    from vpipe.app.config.config import Config
 
 LIBRARY = Path(__file__).resolve().parents[3] / "kernel_intercept" / "build" / "libgpu_scheduler.so"
 """Where ``make orion`` puts the library."""
@@ -262,16 +259,6 @@ def preload_variable(environment: Mapping[str, str] = os.environ) -> dict[str, s
     if not LIBRARY.is_file() or LIBRARY.name in others:
         return {}
     return {PRELOAD: f"{LIBRARY}:{others}".rstrip(":")}
-
-
-def rank_variables(config: Config) -> dict[str, str]:
-    """Return what preloads the library into the ranks of a config that asks for it."""
-    return preload_variable() if config.parallel.use_orion_scheduler else {}
-
-
-def settings() -> list[str]:
-    """Return the values of ``--set`` for which ``USE_ORION_SCHEDULER`` stands."""
-    return ["parallel.use_orion_scheduler=true"] if switched_on() else []
 
 
 def switched_on(environment: Mapping[str, str] = os.environ) -> bool:

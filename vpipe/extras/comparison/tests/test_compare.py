@@ -136,6 +136,7 @@ def test_equal_configs_run_once_and_what_does_not_fit_is_named(configs: Path, ca
         for model in ("small", "same.yaml")]
 
 
+@pytest.mark.extras("async_threaded")
 def test_a_model_runs_as_its_config_says_and_auto_is_left_to_its_run(configs: Path) -> None:
     config = load_config(configs / "configs" / "small.yaml")
     [own], refused = plan_contenders({"small": config}, ComparisonRequest())

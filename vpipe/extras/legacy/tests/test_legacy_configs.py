@@ -84,7 +84,7 @@ def test_text_to_shards_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_without_the_extra_a_flat_file_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "CONFIG_FORMATS", PluginGroup("vpipe.nothing", "form of configs"))
+    monkeypatch.setattr(formats, "ADDITIONS", PluginGroup("vpipe.nothing", "addition to configs"))
     with pytest.raises(UserError) as refused:
         load_config(Path("bert_4vpipe_tiny"))
     [problem] = refused.value.problems

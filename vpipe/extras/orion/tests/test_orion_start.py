@@ -94,7 +94,7 @@ def test_the_switch() -> None:
 
 @pytest.mark.extras("async_threaded")
 def test_a_config_is_refused_where_orion_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.app.config.parallel.RANK_ENVIRONMENT", PluginGroup("vpipe.nothing", "nothing"))
+    monkeypatch.setattr("vpipe.app.config.parallel.ADDITIONS", PluginGroup("vpipe.nothing", "nothing"))
     with pytest.raises(UserError) as refused:
         load_config(Path("gpt_small_orion"))
     [problem] = refused.value.problems
