@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state
-from vpipe.app.data.dataset import SPLITS, DatasetSettings, Split
+from vpipe.app.data.dataset import SPLITS, Dataset, DatasetSettings, Split
 from vpipe.app.data.epoch import POSITIONS, Array, TokenDataset, first_samples, samples_in
 from vpipe.app.data.tokenizers import (
     DEFAULT_VOCAB_SIZE,
@@ -75,6 +75,33 @@ class Corpus:
     name: str
     facts: Mapping[str, Any]
     read: Callable[[], Iterable[Document]]
+
+
+SOURCES = PluginGroup("vpipe.sources", "source of data")
+"""The group of entry points."""
+
+
+class Source:
+    """What a package gives to data sets of others; what it does not override gives nothing.
+
+    It is added by an entry point of its name in the group ``vpipe.sources``.
+    """
+
+    def text(self, language: str) -> Corpus | None:
+        """Return the text of this machine in a language, such as ``zh_CN``.
+
+        Raises:
+            UserError: there is none; the hint names languages that there are.
+        """
+        return None
+
+    def pairs(self, path: Path | None, source: str | None, target: str | None) -> Corpus | None:
+        """Return the pairs to translate in a file or folder, None: of this machine, between two languages."""
+        return None
+
+    def synthetic(self, settings: DatasetSettings) -> Dataset | None:
+        """Return random samples for a model that reads fields which no data set of vpipe has."""
+        return None
 
 
 @dataclass(frozen=True)

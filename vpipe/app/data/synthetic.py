@@ -1,7 +1,6 @@
 """The data set ``synthetic``: random samples for BERT or a language model, for timing and tests; nothing is read.
 
-An extra or a package adds samples for its models by an entry point of its name in the group ``vpipe.synthetic``, which
-leads to a function: ``DatasetSettings`` -> the data set, or None for a model that reads other fields.
+Extras and packages add samples for models that read other fields (:class:`~vpipe.app.data.corpus.Source`).
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ from vpipe.app.data.bert_samples import (
     mask_tokens,
     pack,
 )
+from vpipe.app.data.corpus import SOURCES
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split
 from vpipe.app.data.epoch import INPUT_IDS, POSITIONS, Array, TokenDataset, for_language_model, seeded_generator
 from vpipe.app.data.registry import register_dataset
 from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
-from vpipe.plugins import PluginGroup
-
-SYNTHETIC = PluginGroup("vpipe.synthetic", "source of synthetic data")
-"""The group of entry points."""
 
 
 def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0,
@@ -125,8 +121,8 @@ def synthetic(settings: DatasetSettings) -> Dataset:
                              "smaller dataset.batch_size or model.sequence_length")
     if settings.fields and INPUT_IDS not in settings.fields:
         settled = replace(settings, vocab_size=vocab_size, sequence_length=length, samples=samples)
-        for make in SYNTHETIC.added():
-            found: Dataset | None = make(settled)
+        for kind in SOURCES.added():
+            found: Dataset | None = kind().synthetic(settled)
             if found is not None:
                 return found
     if for_language_model(settings.fields):

@@ -4,8 +4,8 @@ BERT's samples are made of documents, split, tokenizer, pairs. The cache directo
 
     bert-<key>/  manifest.json  tokenizer.json  train_input_ids.npy  ...  test_next_sentence_labels.npy
 
-An extra or a package finds text of this machine in other languages by an entry point of its name in the group
-``vpipe.texts``, which leads to a function: a language, such as ``zh_CN`` -> a corpus; UserError where it has none.
+Text of this machine in other languages than English is found by extras and packages
+(:class:`~vpipe.app.data.corpus.Source`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vpipe.app.data.bert_samples import (
     make_samples,
 )
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states
-from vpipe.app.data.corpus import Corpus, Document, token_dataset
+from vpipe.app.data.corpus import SOURCES, Corpus, Document, token_dataset
 from vpipe.app.data.dataset import SPLITS, Dataset, DatasetSettings, Split
 from vpipe.app.data.epoch import Array, first_samples, for_language_model
 from vpipe.app.data.local_corpus import PROSE_PACKAGES, Sentences, machine_prose
@@ -48,9 +48,6 @@ from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-TEXTS = PluginGroup("vpipe.texts", "source of texts")
-"""The group of entry points."""
 
 _FORMAT = 2  # raised when the same parameters come to mean other samples
 _TEST_SHARE = 20  # one document in so many is held out
@@ -190,7 +187,7 @@ def bert_text(settings: DatasetSettings) -> BertDataset:
 def text_corpus(folder: Path | None, language: str | None = None) -> Corpus:
     """Return the documents for a language model, each with its line breaks; None: the text of this machine.
 
-    That is English prose, or what a source of ``vpipe.texts`` finds in another language.
+    That is English prose, or what a source of ``vpipe.sources`` finds in another language.
 
     Raises:
         UserError: there is none.
@@ -215,10 +212,11 @@ def _text_in(language: str) -> Corpus:
     refused = UserError(f"nothing here finds text in the language '{language}'",
                         hint="name a folder of text as dataset.path; vpipe/extras/catalogues, which is missing here, "
                              "reads what programs say")
-    for source in TEXTS.added():
+    for kind in SOURCES.added():
         try:
-            found: Corpus = source(language)
-            return found
+            found: Corpus | None = kind().text(language)
+            if found is not None:
+                return found
         except UserError as error:
             refused = error
     raise refused

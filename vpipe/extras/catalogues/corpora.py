@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from vpipe.app.data.cache import file_states
-from vpipe.app.data.corpus import Corpus, Document, Pair
+from vpipe.app.data.corpus import Corpus, Document, Pair, Source
 from vpipe.app.data.line_files import MOST_PROBLEMS
 from vpipe.app.progress import progress
 from vpipe.errors import UserError, counted, nearest
@@ -98,3 +98,13 @@ def catalogue_corpus(found: Sequence[Catalogue], where: str, root: Path, target:
 
     return Corpus(f"{counted(len(own), 'gettext catalogue')} {where}, from English to {language}",
                   {"catalogues": file_states([each.path for each in own], root), "language": language}, read)
+
+
+class Messages(Source):
+    """What programs say, and its translations."""
+
+    def text(self, language: str) -> Corpus:
+        return messages(language)
+
+    def pairs(self, path: Path | None, source: str | None, target: str | None) -> Corpus | None:
+        return message_pairs(path, source, target)

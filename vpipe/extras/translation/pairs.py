@@ -1,9 +1,8 @@
 """The data set ``pairs``: sentences with their translations, for an encoder-decoder.
 
 Sources are tab-separated files with a pair per line, ``source TAB target``; folders that ``save_to_disk`` of the
-package ``datasets`` wrote, with a field ``translation``; and what other extras or packages read. Those have an entry
-point of their name in the group ``vpipe.pairs``, which leads to a function: path (None: of this machine), source
-language, target language -> a corpus of :class:`~vpipe.app.data.corpus.Pair`, or None where it has none there.
+package ``datasets`` wrote, with a field ``translation``; and what other extras or packages read
+(:class:`~vpipe.app.data.corpus.Source`).
 
 The cache directory keeps the tokens:
 
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states
-from vpipe.app.data.corpus import PARTS, Corpus, Pair, SplitCorpus
+from vpipe.app.data.corpus import PARTS, SOURCES, Corpus, Pair, SplitCorpus
 from vpipe.app.data.dataset import SPLITS, DatasetSettings, Split
 from vpipe.app.data.huggingface import is_saved, saved_facts, saved_splits
 from vpipe.app.data.line_files import MOST_PROBLEMS, line_files, part_of_path, read_lines
@@ -56,8 +55,6 @@ from vpipe.plugins import PluginGroup
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PAIRS = PluginGroup("vpipe.pairs", "source of pairs")
-"""The group of entry points."""
 
 SUFFIXES = (".tsv", ".tsv.gz")
 _FORMAT = 4  # raised when the same facts come to mean other tokens, or another manifest
@@ -320,7 +317,7 @@ def _write_tokens(pairs: Iterable[Pair], tokenizer: Tokenizer, dtype: np.dtype[A
             f"{split}_target_tokens": sum(target for _, target in lengths)}
 
 
-@register_dataset("pairs", files=("*.tsv", "*.tsv.gz", *(("*.mo", "*.po") if "catalogues" in PAIRS.names else ()),
+@register_dataset("pairs", files=("*.tsv", "*.tsv.gz", *(("*.mo", "*.po") if "catalogues" in SOURCES.names else ()),
                                   "dataset_info.json"))
 def pairs(settings: DatasetSettings) -> PairDataset:
     """Return the pairs in the file or folder ``path``; without one, those of this machine.
@@ -331,8 +328,8 @@ def pairs(settings: DatasetSettings) -> PairDataset:
     if path is not None and is_saved(path):
         return pair_dataset(saved_translations(path, source, target), settings)
     if path is None or not (path.is_dir() and any(file.name.endswith(SUFFIXES) for file in path.rglob("*.tsv*"))):
-        for read in PAIRS.added():
-            corpus: Corpus | None = read(path, source, target)
+        for kind in SOURCES.added():
+            corpus: Corpus | None = kind().pairs(path, source, target)
             if corpus is not None:
                 return pair_dataset(corpus, settings)
     if path is None:

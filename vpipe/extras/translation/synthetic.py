@@ -6,6 +6,7 @@ from zlib import crc32
 
 import numpy as np
 
+from vpipe.app.data.corpus import Source
 from vpipe.app.data.dataset import DatasetSettings, Split
 from vpipe.app.data.epoch import seeded_generator
 from vpipe.app.data.synthetic import sample_counts
@@ -14,13 +15,16 @@ from vpipe.errors import UserError
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, LengthBuckets, PairDataset, TokenPairs
 
 
-def synthetic(settings: DatasetSettings) -> PairDataset | None:
-    """Return random pairs for a model that translates; None for another one."""
-    if SOURCE_IDS not in settings.fields:
-        return None
-    assert settings.samples is not None, "the data set 'synthetic' has a default"
-    return synthetic_pairs(settings.vocab_size, settings.sequence_length, settings.samples, seed=settings.seed,
-                           batch_size=settings.batch_size, max_tokens=settings.max_tokens)
+class RandomPairs(Source):
+    """Random pairs for a model that translates."""
+
+    def synthetic(self, settings: DatasetSettings) -> PairDataset | None:
+        """Return the pairs; None for another model."""
+        if SOURCE_IDS not in settings.fields:
+            return None
+        assert settings.samples is not None, "the data set 'synthetic' has a default"
+        return synthetic_pairs(settings.vocab_size, settings.sequence_length, settings.samples, seed=settings.seed,
+                               batch_size=settings.batch_size, max_tokens=settings.max_tokens)
 
 
 def synthetic_pairs(vocab_size: int, sequence_length: int, samples: int = 1024, *, seed: int = 0,
