@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import Model
-from vpipe.runtime.slice_aware import SliceAware
+from vpipe.runtime.slices import SliceAware
 
 
 def run_slices(model: Model, modules: Mapping[str, nn.Module], fields: Mapping[str, Tensor],

@@ -27,7 +27,7 @@ from vpipe.app.train.run_folder import unlock_runs
 from vpipe.app.weights.export import export_huggingface, export_peft
 from vpipe.checkpoint import Checkpoint, Checkpoints
 from vpipe.errors import UserError
-from vpipe.runtime.slice_aware import SliceAware
+from vpipe.runtime.slices import SliceAware
 from vpipe.testing import assert_equals_oracle
 
 WORDS = 50

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vpipe import Model, Order, Pipeline
 from vpipe.app.families.registry import ModelSettings, family_named
-from vpipe.runtime.slice_aware import SliceAware
+from vpipe.runtime.slices import SliceAware
 from vpipe.testing import assert_equals_oracle
 
 WORDS, HIDDEN, HEADS, LENGTH, SAMPLES, BLOCKS = 40, 16, 4, 12, 3, 2

@@ -21,7 +21,7 @@ from world import World
 from vpipe import Pipeline
 from vpipe.app.train.optimizers import OPTIMIZERS, OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
-from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
+from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice
 
 pytestmark = pytest.mark.jobs
 

@@ -108,7 +108,7 @@ def test_without_a_flush_each_stage_leaves_out_its_own_updates(tied: bool, argum
 
 def test_the_scale_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_optimizer, "GROWS_AFTER", 3)
-    monkeypatch.setattr("vpipe.runtime.loss_scaler.GROWTH_UPDATES", 3)
+    monkeypatch.setattr("vpipe.runtime.optimizer_step.GROWTH_UPDATES", 3)
     pipe, _ = equals_its_oracle(rich_model(), rich_batches(3, 8), **arranged("fp16", schedule="1f1b", partition=[3, 5]))
     assert float(pipe.engine.checkpoint_state()["loss_scale.0.value"]) == 2 * 65536
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Position
 from vpipe.description.precision import Precision
-from vpipe.runtime import loss_scaler as scaling
+from vpipe.runtime import optimizer_step as scaling
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.stage import Stage
 

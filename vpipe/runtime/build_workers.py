@@ -16,8 +16,7 @@ from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
-from vpipe.runtime.loss_scaler import LossScaler
-from vpipe.runtime.optimizer_step import OptimizerSteps
+from vpipe.runtime.optimizer_step import LossScaler, OptimizerSteps, WeightAverage
 from vpipe.runtime.p2p import kept_inputs
 from vpipe.runtime.parameter_hooks import check_hooks
 from vpipe.runtime.reducer import count_buckets, owners_of
@@ -29,7 +28,6 @@ from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import Compression
 from vpipe.runtime.transport.process_group import DistributedTransport
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
-from vpipe.runtime.weight_average import WeightAverage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import describe_rank
 from vpipe.schedules.delays import mean_delay

@@ -28,8 +28,7 @@ from vpipe.runtime.batch_comparison import LaneComparison
 from vpipe.runtime.build_workers import build_stages, build_workers
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.delay_correction import describe_other_factors
-from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
-from vpipe.runtime.interrupts import Interrupts
+from vpipe.runtime.interpreter import Interpreter, Interrupts, RankPrograms, RunningSegment
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from vpipe.description.update import Update
 from vpipe.distributed.watchdog import watch
 from vpipe.runtime.delay_correction import Extrapolation
-from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
 from vpipe.runtime.sharded_tensors import local, norms_of
@@ -22,7 +22,6 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
-from vpipe.runtime.weight_average import WeightAverage
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.size import Placement
 
@@ -31,6 +30,84 @@ _Together = tuple[int, int]
 
 ABSENT = -1.0
 """Norm of a parameter without a gradient, in the vector of norms: no norm is negative."""
+
+INITIAL_SCALE = 65536.0
+LEAST_SCALE = 1.0
+LARGEST_SCALE = 2.0**24
+GROWTH_UPDATES = 2000
+"""Updates in a row that are applied before the scale doubles."""
+
+
+class LossScaler:
+    """The loss scale of the stages of one rank, so that small gradients of fp16 do not become 0 on their way.
+
+    There is one scale for all stages: from the norms that they exchange with a flush, all stages know whether an update
+    is skipped. Without a flush no stage waits for the others, so the scale is fixed, and each stage skips its own
+    updates.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; the constants are those of
+    :class:`torch.amp.GradScaler`, with a limit.
+
+    Args:
+        fixed: the scale, which then does not change; None: it is found while training.
+
+    Attributes:
+        good: the number of updates in a row that were applied with the scale.
+    """
+
+    def __init__(self, fixed: float | None) -> None:
+        self.dynamic = fixed is None
+        self.value = INITIAL_SCALE if fixed is None else fixed
+        self.good = 0
+        self._newest = -1  # update that the scale has followed
+
+    def update(self, number: int, applied: bool) -> None:
+        """Grow after many applied updates; shrink after one that was skipped because of an overflow.
+
+        Args:
+            number: of the update, which counts once, at the first stage of the rank that makes it.
+        """
+        if not self.dynamic or number <= self._newest:
+            return
+        self._newest = number
+        self.good = self.good + 1 if applied else 0
+        if not applied:
+            self.value = max(LEAST_SCALE, self.value / 2)
+        elif self.good == GROWTH_UPDATES:
+            self.value, self.good = min(LARGEST_SCALE, 2 * self.value), 0
+
+
+class WeightAverage:
+    """The exponential moving average of the parameters of a stage that this replica steps, one step after every update.
+
+    It takes the memory of one more copy of them. Source of the arithmetic: ``torch.optim.swa_utils``;
+    :class:`~torch.optim.swa_utils.AveragedModel` starts with the weights after the first update, this one with those
+    before it.
+
+    Attributes:
+        values: of the parameters, by name; unrounded, as the optimizer has them.
+    """
+
+    def __init__(self, weights: WeightVersions, optimizer: StageOptimizer, decay: float) -> None:
+        self._weights, self._follow = weights, get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self.values = {name: weights.masters[name].data.clone() for name in weights.names
+                       if name in optimizer.of_parameter and weights.owns(name)}
+
+    def follow(self) -> None:
+        """Take a step towards the weights that an update has made."""
+        if self.values:
+            masters = self._weights.masters
+            self._follow([local(value) for value in self.values.values()],
+                         [local(masters[name]).data for name in self.values], 1)
+
+    def begin_again(self) -> None:
+        """Begin with the present weights."""
+        for name, value in self.values.items():
+            value.copy_(self._weights.masters[name].data)
+
+    def of(self, trained: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return the averages by the names in the state of the stage, given its own weights by these names."""
+        return {name: self.values[own] for name, own in trained.items() if own in self.values}
 
 
 class StepObserver(Protocol):

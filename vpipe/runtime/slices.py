@@ -6,11 +6,17 @@ Source: Sun et al., Seq1F1B (arXiv:2406.03488), section 3.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from vpipe.description.description import Description
 from vpipe.errors import Problem, UserError, counted
 from vpipe.model.model import Model
+
+_DRAWING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Torch's own modules that draw: under one seed each slice would drop the same places."""
 
 
 class SequenceSlice(NamedTuple):
@@ -25,6 +31,35 @@ class SequenceSlice(NamedTuple):
     slices: int
     start: int
     length: int
+
+
+class SliceAware:
+    """The modules of a layer that are told which slice a microbatch is at, so that they draw random numbers by token.
+
+    A module with an attribute ``sequence_slice``, None at first, draws the numbers of the whole sequence and takes
+    those of its slice: then it draws what it draws without slices, if its layer starts each slice from the seed of the
+    microbatch.
+
+    Attributes:
+        by_element: whether all that draws in the layer, as far as it is known, is told.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._told: list[Any] = [module for module in layer.modules() if hasattr(module, "sequence_slice")]
+        self.by_element = bool(self._told) and not any(
+            isinstance(module, _DRAWING) and module.p and not hasattr(module, "sequence_slice")
+            for module in layer.modules())
+
+    @contextmanager
+    def told(self, start: int, length: int) -> Iterator[None]:
+        """While active, the modules know the first token of the slice, and how many the whole sequence has."""
+        try:
+            for module in self._told:
+                module.sequence_slice = (start, length)
+            yield
+        finally:
+            for module in self._told:
+                module.sequence_slice = None
 
 
 def check_slices(model: Model, description: Description, slices: int) -> None:

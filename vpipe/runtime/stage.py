@@ -25,11 +25,9 @@ from vpipe.model.split import StageSpec
 from vpipe.runtime.activations import DropoutKey, Record, Span, SpanActivations, SpanGraph
 from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
 from vpipe.runtime.recompute import forward_without_activations, recompute_span
-from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
-from vpipe.runtime.sharded_tensors import is_sharded
+from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded
 from vpipe.runtime.side_effects import SideEffects
-from vpipe.runtime.slice_aware import SliceAware
-from vpipe.runtime.slices import SequenceSlice
+from vpipe.runtime.slices import SequenceSlice, SliceAware
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.transport.transport import contiguous

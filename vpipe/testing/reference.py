@@ -28,7 +28,7 @@ from torch.func import functional_call
 from vpipe import accelerator
 from vpipe.model.layer import LOSS, seed_of
 from vpipe.model.model import Model
-from vpipe.runtime.slice_aware import SliceAware
+from vpipe.runtime.slices import SliceAware
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing.reference_model import FP32, ReferenceModel, ReferencePrecision
 from vpipe.testing.reference_optimizer import (

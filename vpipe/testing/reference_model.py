@@ -21,8 +21,7 @@ from vpipe.model.layer import LOSS, Layer, moved, set_parameter, split_target
 from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.runtime.compiled import compile_layers
-from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
-from vpipe.runtime.sharded_tensors import set_data
+from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, set_data
 from vpipe.schedules.assignment import Assignment
 
 

@@ -16,7 +16,7 @@ from vpipe.app.train.checkpoint_model import checkpoint_config
 from vpipe.app.train.resume import run_config
 from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
-from vpipe.runtime import loss_scaler as scaling
+from vpipe.runtime import optimizer_step as scaling
 from vpipe.schedules.action import Op
 
 
