@@ -28,12 +28,11 @@ from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import RunError
 from vpipe.model.structure import structure
 from vpipe.plan.profile import Profile
-from vpipe.profiling.device import shared_bytes
 from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds
 from vpipe.profiling.measurement import Survey, _Measurement, survey
-from vpipe.profiling.rank_group import RankGroup
+from vpipe.profiling.rank_group import RankGroup, shared_bytes
 
 CPU = torch.device("cpu")
 

@@ -23,10 +23,9 @@ from vpipe.app.train.profile_cache import cached, profile_path, store
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
-from vpipe.model.structure import structure
+from vpipe.model.structure import code_digest, structure
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
-from vpipe.profiling.fingerprint import code_digest
 
 MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
                layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number,
@@ -198,7 +197,7 @@ class Loops(nn.Module):
 def test_a_model_whose_content_cannot_be_read_is_not_kept(tmp_path: Path) -> None:
     def code_of(own: Any) -> str | None:
         model = Model([Layer("a", lambda: Loops(own), ("h",), ("loss",))], batch=("h",))
-        return code_digest(model, [structure(layer) for layer in model.layers])
+        return code_digest(model.layers, [structure(layer) for layer in model.layers])
 
     assert code_of(3) == code_of(4)
     assert code_of(3) is not None, "a number is in the structure"

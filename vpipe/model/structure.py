@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import re
 import weakref
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import fields, is_dataclass
+from types import FunctionType
 
 from torch import Tensor, nn
 
 from vpipe.model.layer import Layer, without_values
 
-OWN = frozenset(vars(nn.Module()))
+_OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -29,14 +32,44 @@ def structure(layer: Layer) -> str:
     lines = []
     for name, part in module.named_modules(remove_duplicate=False):
         settings = ", ".join(f"{key}={_text(value)}" for key, value in sorted(vars(part).items())
-                             if key not in OWN and not points(value))
+                             if key not in _OWN and not _points(value))
         lines.append(f"{name}: {type(part).__module__}.{type(part).__qualname__}({settings})")
     lines += [f"{name}: {_spec(parameter)}" for name, parameter in module.named_parameters(remove_duplicate=False)]
     lines += [f"{name}: {_spec(buffer)}" for name, buffer in module.named_buffers(remove_duplicate=False)]
     return "\n".join([*lines, f"ties {sorted(layer.ties)}"])
 
 
-def points(value: object) -> bool:
+def code_digest(layers: Sequence[Layer], structures: Sequence[str]) -> str | None:
+    """Return a digest of the source of the layers' classes and functions, except torch's, which has its version.
+
+    None where two processes cannot compare it: a class without source, a function made within another, an object among
+    the settings whose content cannot be read.
+    """
+    sources: dict[str, str] = {}
+    for layer in dict(zip(structures, layers, strict=True)).values():
+        with without_values():
+            module = layer.make()
+        for part in module.modules():
+            made_of: list[object] = [kind for kind in type(part).__mro__ if kind not in nn.Module.__mro__]
+            for key, value in vars(part).items():
+                if key in _OWN or _points(value):
+                    continue
+                if isinstance(value, FunctionType) and "<" not in value.__qualname__:
+                    made_of.append(value)
+                elif ADDRESS.search(repr(value)):
+                    return None
+            for source in made_of:
+                assert isinstance(source, (type, FunctionType)), "of a module, or among its settings"
+                if source.__module__.partition(".")[0] == "torch":
+                    continue
+                try:
+                    sources[f"{source.__module__}.{source.__qualname__}"] = inspect.getsource(source)
+                except (OSError, TypeError):
+                    return None
+    return hashlib.sha256("\n".join(text for _, text in sorted(sources.items())).encode()).hexdigest()[:16]
+
+
+def _points(value: object) -> bool:
     """Tell whether a setting only refers to what is described elsewhere, as a list of weak references does."""
     return isinstance(value, (list, tuple)) and any(isinstance(one, weakref.ref) for one in value)
 

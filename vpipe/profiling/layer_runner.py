@@ -17,11 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
-from vpipe.model.layer import LOSS
+from vpipe.model.layer import LOSS, split_target
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
 from vpipe.plan.profile import TensorBytes
-from vpipe.profiling.fingerprint import tied_owners
 from vpipe.runtime.activations import ActivationCounter, Record
 from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.slices import SequenceSlice
@@ -104,6 +103,15 @@ class LayerRunner:
         weights.step(optimizer)
         for leaf, gradient in zip(weights.graded(), gradients, strict=True):
             leaf.grad = gradient
+
+
+def tied_owners(model: Model, number: int) -> dict[str, tuple[int, str]]:
+    """Return the tied parameters of a layer: own name -> (the number of the layer that owns it, its name there)."""
+    found = {}
+    for own in model.layers[number].ties:
+        name, parameter = split_target(model.ties[f"{model.layers[number].name}.{own}"], model.layers)
+        found[own] = (model.index(name), parameter)
+    return found
 
 
 def read_later(model: Model, number: int) -> tuple[str, ...]:

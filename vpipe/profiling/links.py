@@ -1,18 +1,18 @@
-"""Measure how fast tensors get from rank to rank, by the transport of a run."""
+"""Measure how fast tensors get from rank to rank, by the transport of a run, and how fast a rank's device is."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from vpipe import accelerator
 from vpipe.plan.profile import LinkProfile
-from vpipe.profiling.device import copied_bytes_per_s
 from vpipe.profiling.layer_timer import summary
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.transport.process_group import DistributedTransport
@@ -22,6 +22,9 @@ SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of the tensors that are exchanged."""
 
 TIMES = 7
+
+_BYTES, _PARTS = 32 << 20, 8
+"""Of the weights that are copied and added, and how many tensors they are."""
 
 Links = dict[tuple[int, int], LinkProfile]
 
@@ -115,3 +118,41 @@ def _fitted(times: Sequence[Sequence[float]]) -> LinkProfile:
 def _typical(links: Sequence[LinkProfile]) -> LinkProfile:
     return LinkProfile(median(link.latency_s for link in links), median(link.bytes_per_s for link in links),
                        median(link.spread for link in links))
+
+
+def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of a product of two square matrices: operations per second of one rank."""
+    size = 1024 if device.type == "cpu" else 4096
+    a = torch.randn(size, size, device=device).to(dtype)
+    return 2.0 * size**3 / min(_seconds(lambda: a @ a, device))
+
+
+def copied_bytes_per_s(device: torch.device) -> float:
+    """Return the rate of copying weights into memory that is there already, as for a further version of them."""
+    source, target = _weights(device), _weights(device)
+    return _BYTES / median(_seconds(lambda: torch._foreach_copy_(target, source), device))
+
+
+def added_bytes_per_s(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Return the rate of adding a gradient of weights to the accumulated one: bytes of the gradient per second."""
+    source, target = _weights(device, dtype), _weights(device, dtype)
+
+    def add() -> None:
+        for total, gradient in zip(target, source, strict=True):
+            total.add_(gradient)
+
+    return _BYTES / median(_seconds(add, device))
+
+
+def _weights(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.ones(_BYTES // _PARTS // dtype.itemsize, device=device, dtype=dtype) for _ in range(_PARTS)]
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Return the seconds of four calls, after one that does not count."""
+    clock, seconds = accelerator.clock_of(device), []
+    for _ in range(5):
+        started = clock()
+        work()
+        seconds.append(clock() - started)
+    return seconds[1:]

@@ -18,8 +18,6 @@ from vpipe.errors import RunError, VpipeError, counted
 from vpipe.model.model import Model
 from vpipe.model.structure import structure
 from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
-from vpipe.profiling.device import added_bytes_per_s, copied_bytes_per_s, matrix_flops_per_s, shared_bytes
-from vpipe.profiling.fingerprint import tied_owners
 from vpipe.profiling.layer_runner import (
     LayerCounts,
     LayerInputs,
@@ -27,10 +25,11 @@ from vpipe.profiling.layer_runner import (
     count_layer,
     gradients_for,
     read_later,
+    tied_owners,
 )
 from vpipe.profiling.layer_timer import LayerTimer, Samples, measure_overhead, run_rounds, summary
-from vpipe.profiling.links import measure_links
-from vpipe.profiling.rank_group import RankGroup
+from vpipe.profiling.links import added_bytes_per_s, copied_bytes_per_s, matrix_flops_per_s, measure_links
+from vpipe.profiling.rank_group import RankGroup, shared_bytes
 from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 

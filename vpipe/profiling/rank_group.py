@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,9 @@ from vpipe.distributed.init import exchange
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError, counted
 from vpipe.model.model import Model
-from vpipe.model.structure import structure
+from vpipe.model.structure import code_digest, structure
 from vpipe.plan.profile import Identity
 from vpipe.plugins import PluginGroup
-from vpipe.profiling.device import shared_bytes, usable_cores
-from vpipe.profiling.fingerprint import code_digest
 
 PATIENCE_S = 3600.0
 """Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
@@ -88,7 +87,7 @@ class RankGroup:
             microbatch_size=0, optimizer=optimizer, device=accelerator.name_of(device), threads=threads,
             ranks_per_host=self.ranks_per_host, backend=backend, torch=str(torch.__version__), ranks=self.ranks,
             hosts=len(set(self.hosts)), cores=cores, device_bytes=shared_bytes(device, self.at_once()),
-            vpipe=PluginGroup.versions_of(["vpipe"]).get("vpipe", ""), code=code_digest(model, structures),
+            vpipe=PluginGroup.versions_of(["vpipe"]).get("vpipe", ""), code=code_digest(model.layers, structures),
             precision=precision, tensor=self.tensor)
         return [replace(first, microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0)
                 for microbatch in microbatches]
@@ -157,3 +156,15 @@ class _SupposedGroup(RankGroup):
 
     def at_once(self) -> None:
         """Return None: each has a GPU, or computes on the cores of a host like this one."""
+
+
+def usable_cores() -> list[int]:
+    """Return the numbers of the host's cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def shared_bytes(device: torch.device, cores: int | None) -> int:
+    """Return the memory that the ranks of a host share; where ``cores`` is None, each has a GPU, that of this one."""
+    return accelerator.total_bytes(device) * (1 if device.type == "cpu" else cores or 1)
