@@ -4,7 +4,7 @@ A layer is norm + attention + add, or norm + MLP + add, with RMSNorm (Zhang and 
 positions, heads of keys and values that groups of heads share (Ainslie et al. 2023, arXiv:2305.13245), SwiGLU (Shazeer
 2020, arXiv:2002.05202) and no biases. The embeddings ride with the first layer. The last layer is the last norm and the
 head. So n blocks make 2n + 1 layers. In eval mode the order of operations is that of Hugging Face's
-``LlamaForCausalLM``. Mistral and Qwen are kinds of it: a file each, with a subclass of :class:`LlamaConfig`.
+``LlamaForCausalLM``. Mistral and Qwen are kinds of it, in llama_kinds.py.
 
 Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, a attention heads, g heads of keys and
 values, d head size, i inner size of the MLP, v vocabulary size.
@@ -305,30 +305,24 @@ def _tensor_sizes(of: type[LlamaConfig], settings: ModelSettings) -> dict[str, i
             config.width: config.inner, "sequence_length": settings.sequence_length or config.max_position_embeddings}
 
 
-def kind_of_llama(of: type[LlamaConfig]) -> dict[str, Any]:
-    """Return what :func:`vpipe.app.families.registry.register_model` is told of a kind of LLaMA."""
-    return {"flops": partial(_flops, of), "tensor_sizes": partial(_tensor_sizes, of), "presets": of.keys.presets,
-            "datasets": ("code_search_net", "huggingface", "text"), "huggingface": HuggingFace(
-                str(of.keys.fixed["model_type"]), of.architecture, "PreTrainedTokenizerFast",
-                partial(from_huggingface, of), partial(huggingface_config, of), partial(huggingface_names, of),
-                decoder_copies, huggingface_spelled)}
+def register_kind(of: type[LlamaConfig]) -> type[LlamaConfig]:
+    """Register a kind of LLaMA under its ``model_type`` at Hugging Face."""
+    name = str(of.keys.fixed["model_type"])
+
+    @register_model(
+        name, flops=partial(_flops, of), tensor_sizes=partial(_tensor_sizes, of), presets=of.keys.presets,
+        datasets=("code_search_net", "huggingface", "text"), huggingface=HuggingFace(
+            name, of.architecture, "PreTrainedTokenizerFast", partial(from_huggingface, of),
+            partial(huggingface_config, of), partial(huggingface_names, of), decoder_copies, huggingface_spelled))
+    def from_settings(settings: ModelSettings) -> Model:
+        config = config_from_settings(of, settings)
+        of.keys.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
+        return llama(config, settings.sequence_length, settings.packed)
+
+    return of
 
 
-def kind_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> Model:
-    """Return a kind of LLaMA from a config file's ``model`` section.
-
-    Raises:
-        UserError: sequences are longer than there are positions.
-    """
-    config = config_from_settings(of, settings)
-    of.keys.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
-    return llama(config, settings.sequence_length, settings.packed)
-
-
-@register_model("llama", **kind_of_llama(LlamaConfig))
-def llama_from_settings(settings: ModelSettings) -> Model:
-    """Return LLaMA from a config file's ``model`` section."""
-    return kind_from_settings(LlamaConfig, settings)
+register_kind(LlamaConfig)
 
 
 class LlamaRMSNorm(nn.Module):

@@ -195,8 +195,9 @@ def family_named(name: str) -> Family:
 
 
 def _import_own(name: str) -> None:
-    if name.isidentifier() and find_spec(f"vpipe.app.families.{name}") is not None:
-        import_module(f"vpipe.app.families.{name}")
+    for module in (name, "llama_kinds"):
+        if name not in _families and module.isidentifier() and find_spec(f"vpipe.app.families.{module}") is not None:
+            import_module(f"vpipe.app.families.{module}")
 
 
 def model_named(name: str) -> Factory:
