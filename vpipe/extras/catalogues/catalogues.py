@@ -14,7 +14,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from vpipe import files
@@ -27,7 +26,6 @@ _CATEGORY = "LC_MESSAGES"
 _DEEPEST = 4  # folders of a package above its locale/
 _NAMES_ALONE = re.compile(r"iso[_-]\d")  # of the package iso-codes: languages and countries, no sentences
 _MAGIC = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
-_HEADER_OF_MO = 20
 
 
 @dataclass(frozen=True)
@@ -72,134 +70,28 @@ class Catalogue:
 
 
 def read_messages(path: Path) -> list[CatalogueEntry]:
-    """Return the messages of a catalogue that are translated. Raises :class:`UserError` for a file that is none."""
+    """Return the messages of a catalogue that are translated, and surely so.
+
+    Raises:
+        UserError: the file cannot be read, or is no catalogue.
+    """
+    import polib
+
     try:
         content = files.read_bounded(path, _MOST_BYTES, "a catalogue")
-        return _read_mo(content) if path.suffix == ".mo" else _read_po(content)
-    except OSError as error:
-        what, where = f"{path.name} cannot be read: {error.strerror or error}", str(path)
-    except _LineError as error:
-        what, where = f"{path.name} is no catalogue: {error}", f"{path}:{error.line}"
-    except ValueError as error:
-        what, where = f"{path.name} is no catalogue: {error}", str(path)
-    raise UserError(what, hint="repair or remove it", where=where)
-
-
-def _read_mo(content: bytes) -> list[CatalogueEntry]:
-    """Parse a compiled catalogue. Raises ValueError with the mistake in it."""
-    order = _MAGIC.get(content[:4])
-    if order is None or len(content) < _HEADER_OF_MO:
-        raise ValueError(f"it begins with the bytes {content[:4].hex(' ')}" if order is None else
-                         f"it ends after {len(content)} bytes")
-    version, count, *tables = struct.unpack(f"{order}4I", content[4:_HEADER_OF_MO])
-    if version >> 16 > 1:
-        raise ValueError(f"its format has the version {version >> 16}")
-    for table in tables:
-        if table + 8 * count > len(content):
-            raise ValueError(f"{count} entries at byte {table} end behind its {len(content)} bytes")
-
-    def text(table: int, number: int) -> bytes:
-        length, start = struct.unpack_from(f"{order}2I", content, table + 8 * number)
-        if start + length > len(content):
-            raise ValueError(f"entry {number}, {length} bytes at byte {start}, ends behind its {len(content)} bytes")
-        return content[start:start + length]
-
-    entries = [(text(tables[0], number), text(tables[1], number)) for number in range(count)]
-    charset = _charset(dict(entries).get(b"", b""))
+        entries = polib.mofile(content) if path.suffix == ".mo" else polib.pofile(
+            content.decode(polib.detect_encoding(content)).replace(BYTE_ORDER_MARK, ""))
+    except (OSError, ValueError, LookupError, struct.error) as error:
+        why = "it ends too early" if isinstance(error, struct.error) else getattr(error, "strerror", None) or error
+        raise UserError(f"{path.name} cannot be read as a catalogue: {why}", hint="repair or remove it",
+                        where=str(path)) from None
     found = []
-    for number, entry in enumerate(entries):
-        try:
-            source, target = (side.decode(charset) for side in entry)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"entry {number} is not {charset} (byte {error.start} of it)") from error
-        one, _, several = source.rpartition("\4")[2].partition("\0")
-        if source and all(translations := target.split("\0")):
-            found.append(CatalogueEntry(one, several, tuple(translations)))
+    for entry in entries:
+        translations = tuple(entry.msgstr_plural.values()) if entry.msgid_plural else (entry.msgstr,)
+        unsure = entry.obsolete or "fuzzy" in getattr(entry, "flags", ())  # those of a .mo have no flags
+        if entry.msgid and all(translations) and not unsure:
+            found.append(CatalogueEntry(entry.msgid, entry.msgid_plural, translations))
     return found
-
-
-def _charset(header: bytes) -> str:
-    """Return the encoding that the header of a catalogue names. Raises ValueError for none that Python has."""
-    named = re.search(rb"charset=([\w-]+)", header)
-    name = named.group(1).decode() if named and named.group(1) != b"CHARSET" else "UTF-8"  # which templates have
-    try:
-        "".encode(name)
-    except LookupError:
-        raise ValueError(f"Python has no encoding '{name}', which its header names") from None
-    return name
-
-
-class _LineError(ValueError):
-    """A mistake in a line."""
-
-    def __init__(self, line: int, what: str) -> None:
-        super().__init__(what)
-        self.line = line
-
-
-_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_PART = re.compile(rf"(?:(msgctxt|msgid_plural|msgid|msgstr(?:\[\d+\])?)\s*)?((?:{_STRING.pattern}\s*)*)")
-_BYTE = r"\\(?:[0-7]{1,3}|x[0-9a-fA-F]+)"
-_ESCAPE = re.compile(rf"(?P<bytes>(?:{_BYTE})+)|\\(?P<letter>.)")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
-
-
-def _read_po(content: bytes) -> list[CatalogueEntry]:
-    """Parse a catalogue as translators write it. Raises ValueError with the mistake in it."""
-    header = re.search(rb'"Content-Type:[^"]*"', content)
-    charset = _charset(header.group() if header else b"")
-    try:
-        text = content.decode(charset)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not {charset} (byte {error.start})") from error
-    found: list[CatalogueEntry] = []
-    entry: dict[str, str] = {}
-    fuzzy, key = False, ""
-    for number, line in enumerate([*text.replace(BYTE_ORDER_MARK, "").split("\n"), 'msgid ""'], 1):
-        line = line.strip()
-        if line.startswith("#"):
-            if "msgstr" in key:
-                _add(found, entry, fuzzy)
-                entry, fuzzy, key = {}, False, ""
-            fuzzy = not line.startswith("#~") and (fuzzy or (line.startswith("#,") and "fuzzy" in line))
-            continue
-        if not line or line.startswith("domain "):
-            continue
-        while line:
-            match = _PART.match(line)
-            assert match is not None, "it matches the empty string, too"
-            if match[1] is not None:
-                if match[1] in ("msgctxt", "msgid") and "msgstr" in key:
-                    _add(found, entry, fuzzy)
-                    entry, fuzzy = {}, False
-                key = match[1]
-                if key in entry:
-                    raise _LineError(number, f"a second {key} of one entry")
-                entry[key] = ""
-            if not match.end() or not key:
-                raise _LineError(number, "the line is no keyword with a text in quotes")
-            try:
-                entry[key] += "".join(_ESCAPE.sub(partial(_unescaped, charset), text)
-                                      for text in _STRING.findall(match[2]))
-            except UnicodeDecodeError as error:
-                raise _LineError(number, f"the bytes that it names are not {charset}") from error
-            line = line[match.end():]
-    return found
-
-
-def _unescaped(charset: str, escape: re.Match[str]) -> str:
-    letter: str | None = escape["letter"]
-    if letter is not None:
-        return _ESCAPES.get(letter, letter)
-    codes = re.findall(_BYTE, escape["bytes"])  # of one or several characters
-    return bytes((int(code[2:], 16) if code[1] == "x" else int(code[1:], 8)) % 256 for code in codes).decode(charset)
-
-
-def _add(found: list[CatalogueEntry], entry: dict[str, str], fuzzy: bool) -> None:
-    """Add an entry, unless it is the header, has no translation, or is not sure."""
-    translations = tuple(text for key, text in entry.items() if key.startswith("msgstr"))
-    if entry.get("msgid") and not fuzzy and translations and all(translations):
-        found.append(CatalogueEntry(entry["msgid"], entry.get("msgid_plural", ""), translations))
 
 
 def catalogues_in(path: Path) -> list[Catalogue]:

