@@ -169,7 +169,7 @@ def test_without_a_path_the_language_with_the_most_messages_on_this_machine_is_t
                           ({"source_language": "en"}, "the source of gettext catalogues is what a program says")):
         with pytest.raises(UserError, match=problem):
             pairs(replace(settings, **keys))
-    with pytest.raises(UserError, match=r"bad.mo is no catalogue"):  # named, it is not skipped
+    with pytest.raises(UserError, match=r"bad.mo cannot be read"):  # named, it is not skipped
         pairs(replace(settings, path=tmp_path / "locale"))
     monkeypatch.setattr("vpipe.extras.catalogues.corpora.locale_folders", lambda: [])
     with pytest.raises(UserError, match="there are no gettext catalogues on this machine"):
