@@ -205,7 +205,7 @@ def test_an_unexpected_error_shows_no_traceback(here: Path, capsys: pytest.Captu
     monkeypatch.setattr("tempfile.tempdir", str(here))
 
     def fail(error: Exception) -> Callable[..., Any]:
-        def load(*arguments: object) -> None:
+        def load(*arguments: object, **more: object) -> None:
             raise error
         return load
 

@@ -33,7 +33,7 @@ TINY = ["metrics.peak_tflops=1", "model.hidden_size=16", "model.num_heads=4", "m
 
 def made_up(path: Path) -> list[str]:
     """Random batches instead of the data that a file names."""
-    native = ["dataset.name=synthetic", "training.sample_prompts=[]"]
+    native = ["dataset.name=synthetic", "dataset.language=null", "training.sample_prompts=[]"]
     return ["synthetic_data=true"] if path.suffix == ".yml" else native
 
 

@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "app.data": {LIBRARY, "app.progress"},
     "app.visualize": {LIBRARY},
     "app.report": {LIBRARY, "app.metric_formulas", "app.sizes", "app.visualize"},
-    "app.config": {LIBRARY, "app.command_line", "app.families", "app.sizes"},
+    "app.config": {LIBRARY, "app.command_line", "app.families", "app.data", "app.sizes"},
     "app.train": {LIBRARY, "app.errors", "app.metric_formulas", "app.progress", "app.families", "app.data",
                   "app.visualize", "app.config", "app.signals", "app.weights"},
     "app.verify": {LIBRARY, "testing", "app.config", "app.train"},

@@ -271,9 +271,6 @@ def test_llama_31s_slower_turns() -> None:
     (lambda: model_of("gpt", num_heads=5),
      "error: GPT's n_embd 24 is not divisible by its 5 attention heads\n"
      "hint: set num_heads to a number that divides 24, such as 4"),
-    (lambda: model_of("gpt", num_kv_heads=1),
-     "error: num_kv_heads is 1, but every head of GPT has keys of its own\n"
-     "hint: leave it out, or take the model llama"),
     (lambda: model_of("gpt", preset="smal"), "error: GPT has no preset 'smal'\nhint: did you mean 'small'?"),
     (lambda: model_of("gpt", overrides={"activation_function": "relu"}),
      "error: GPT's activation_function is 'relu'\nhint: choose one of gelu, gelu_new, gelu_pytorch_tanh"),

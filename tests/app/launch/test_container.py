@@ -62,7 +62,7 @@ def binds(command: list[str]) -> list[str]:
 def test_command_of_a_rank_in_a_container(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("vpipe.app.launch.container.NVIDIA", here / "nowhere")
     found = program(here, name)
-    config = load(here, dataset__path="/data/text", dataset__cache_directory=str(here / "cache"))
+    config = load(here, dataset__name="text", dataset__path="/data/text", dataset__cache_directory=str(here / "cache"))
     ranks = HostRanks.alone(2, 1234, threads=1, container=Container.from_config(config))
     command = ranks.command("/scratch/run")
     assert command[:3] == [str(found), "exec", "--bind"]
@@ -78,7 +78,7 @@ def test_a_checkpoint_elsewhere_is_seen_inside(here: Path) -> None:
     """The one to go on from, and the folder for those of the run, which is made."""
     program(here, "apptainer")
     kept = here.parent / "kept"
-    container = Container.from_config(load(here, checkpoint__directory=str(kept)))
+    container = Container.from_config(load(here, checkpoint__at_end=True, checkpoint__directory=str(kept)))
     ranks = HostRanks.alone(2, 1234, 1, ("train", "/old/run/checkpoints/step-40"), container=container)
     assert {str(kept), "/old/run/checkpoints/step-40"} <= set(binds(ranks.command("/scratch/run")))
     assert kept.is_dir()
@@ -124,8 +124,9 @@ def test_missing_containers_are_refused(here: Path) -> None:
                                                   f"hint: copy it to {here / 'image.sif'}")):
         Container.from_config(load(here))
     (here / "image.sif").write_text("")
+    container = Container.from_config(load(here, dataset__name="text", dataset__path="/a:b"))
     with pytest.raises(UserError, match="'/a:b' cannot be bound into a container: it holds a comma or a colon"):
-        HostRanks.alone(1, 1, 1, container=Container.from_config(load(here, dataset__path="/a:b"))).command("/run")
+        HostRanks.alone(1, 1, 1, container=container).command("/run")
 
 
 def test_no_container_is_asked_for(here: Path) -> None:

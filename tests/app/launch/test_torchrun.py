@@ -53,11 +53,12 @@ def put_model(folder: Path, text: str) -> str:
 def test_torchrun(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     done = subprocess.run([*TORCHRUN, "--master-port", str(free_port(None)), "-m",
-                           "vpipe", "train", config], capture_output=True, text=True, timeout=100)
+                           "vpipe", "train", config, "--set", "machines=[hostA:0, hostB:0]"],
+                          capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path / "runs")
     assert done.stdout.splitlines()[0] == done.stdout.splitlines()[-1] == f"run folder: {run}"
-    assert done.stdout.splitlines()[1].endswith("one process per stage, started by torchrun")
+    assert done.stdout.splitlines()[1].endswith("one process per stage, started by torchrun; machines is not used")
     check_updates(run, 4)
     assert losses(run) == oracle(Job.from_config(load_config(config)), 4).losses
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "rank0.log", "rank1.log",

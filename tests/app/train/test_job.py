@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import job_of, put_in
+from small_run import job_of, put_in, write_config
 
 from vpipe.app.config.config import load_config, load_resolved
 from vpipe.app.data.synthetic import synthetic_bert
@@ -131,9 +131,10 @@ def test_a_model_without_plans_is_not_split(tmp_path: Path, monkeypatch: pytest.
         job_of(tmp_path, parallel__tensor=2)
 
 
-def test_a_model_with_one_text_in_a_sample_is_not_packed(tmp_path: Path) -> None:
+def test_an_older_run_of_packed_texts_does_not_go_on_without(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, model__packed=True), resolved=True)
     with pytest.raises(UserError) as raised:
-        job_of(tmp_path, model__packed=True)
+        Job.from_config(config)
     assert str(raised.value) == (
         "error: model.packed is true, but the model 'bert' does not tell the texts of a sample apart\n"
         "hint: set it to false, or train a gpt, a llama or one of its kinds")
@@ -246,15 +247,6 @@ def test_a_tokenizer_may_be_given_and_imported_weights_ask_for_theirs(tmp_path: 
     assert "unless that is the imported weights' tokenizer, an id means" in str(other_tokens(weights, ours))
     assert other_tokens(weights, theirs) is None
     assert other_tokens(replace(weights, arrangement={}), ours) is None
-    assert refused(tmp_path, dataset__tokenizer="a.json") == (
-        "error: dataset.tokenizer is 'a.json', but the data set 'synthetic' holds no text that it could cut\n"
-        "hint: leave it out, or choose a data set of text")
-
-
-def test_a_path_that_nothing_reads_is_refused(tmp_path: Path) -> None:
-    assert refused(tmp_path, dataset__path="corpus") == (
-        "error: dataset.path is 'corpus', but the data set 'synthetic' reads nothing\n"
-        "hint: leave it out, or name the data set that reads it as dataset.name")
 
 
 def test_a_models_file_of_another_family_is_told_by_its_kind(tmp_path: Path) -> None:

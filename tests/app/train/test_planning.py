@@ -162,7 +162,7 @@ def test_the_memory_of_a_rank(tmp_path: Path) -> None:
     split = replace(profile, identity=replace(profile.identity, tensor=2))
     assert memory_limit(job_of(tmp_path).config, split) == 20_000_000, "each of the two is two processes"
     assert memory_limit(job_of(tmp_path).config, replace(profile, cores=None)) == 80_000_000, "each has a GPU"
-    assert memory_limit(job_of(tmp_path, parallel__memory="1MiB").config, profile) == 2**20
+    assert memory_limit(auto(tmp_path, parallel__memory="1MiB").config, profile) == 2**20
 
 
 def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(

@@ -190,7 +190,7 @@ def test_runs_of_one_second_share_no_checkpoints(tmp_path: Path, monkeypatch: py
 
 
 def test_checkpoints_of_another_run_are_left_alone(whole: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, **ONE, checkpoint__directory=str(tmp_path / "shared"))
+    config = write_config(tmp_path, **ONE, checkpoint__at_end=True, checkpoint__directory=str(tmp_path / "shared"))
     other = shutil.copytree(whole, tmp_path / "other")
     shutil.copytree(whole / "checkpoints", tmp_path / "shared" / "other")
     (other / "config.yaml").write_text(load_config(config, ["training.max_steps=8"]).resolved_yaml())

@@ -59,7 +59,7 @@ def _train(options: argparse.Namespace) -> None:
     first = rank is None or rank.rank == 0
     if config is None and (first or keys.container):
         try:
-            config = _config(options, start)
+            config = _config(options, start, started=rank is not None)
             if first:
                 _note_form(options, config)
                 _check_intact(start)
@@ -119,11 +119,11 @@ def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
         return started_before
 
 
-def _config(options: argparse.Namespace, start: ResumePoint | None) -> Config:
+def _config(options: argparse.Namespace, start: ResumePoint | None, *, started: bool) -> Config:
     settings = [*(setting for kind in ADDITIONS.added() for setting in kind().settings()), *options.settings]
     if start is None:
-        return configs.load_config(options.config, settings)
-    return resumed_config(start, options.config, settings)
+        return configs.load_config(options.config, settings, started=started)
+    return resumed_config(start, options.config, settings, started)
 
 
 def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import inf, lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from vpipe import Execution, Order, Precision
 from vpipe.app.command_line import Setting
@@ -22,6 +23,7 @@ from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.options import OPTIONS, option_problems
 from vpipe.app.config.parallel import ParallelSection, used_codecs
 from vpipe.app.config.shipped import find_config
+from vpipe.app.config.unread import unread_problems
 from vpipe.app.config.validation import (
     CHECKED,
     MOST_SAMPLES,
@@ -82,6 +84,11 @@ class LoraSection(Section):
         "names of linear modules of the family that get adapters, such as query, value, qkv, up or down; null takes "
         "all in front of the head"))
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of what an adapter reads")
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.targets == ():
+            yield Mistake(("targets",), "is empty: nothing would be trained",
+                          "name linear modules, such as [query, value], or leave it out: all get adapters")
 
 
 class ModelSection(Section):
@@ -269,15 +276,6 @@ class TrainingSection(Section):
         if self.loss_scale != "dynamic" and self.precision != "fp16":
             yield Mistake(("loss_scale",), f"is {self.loss_scale:g}, but the precision is {self.precision}",
                           "only fp16 scales its loss: leave it out, or set precision: fp16")
-        if self.momentum != 0.9 and self.optimizer != "sgd":
-            yield Mistake(("momentum",), f"is {self.momentum}, but the optimizer is {self.optimizer}",
-                          "momentum belongs to sgd: leave it out, or set optimizer: sgd")
-        if self.delay_correction_strength != 1 and self.delay_correction == "none":
-            yield Mistake(("delay_correction_strength",), f"is {self.delay_correction_strength:g}, but nothing is "
-                          "corrected", "leave it out, or set delay_correction: extrapolate")
-        if self.exit_after_profile and self.profile_iteration is None:
-            yield Mistake(("exit_after_profile",), "is true, but no profile_iteration says which update is profiled",
-                          "set profile_iteration, or leave it out")
 
 
 class LaunchSection(Section):
@@ -440,7 +438,8 @@ class Config(Section):
         return write(self.model_dump(mode="json"))
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, resolved: bool = False) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), *, resolved: bool = False,
+                started: bool | None = None) -> Config:
     """Load the config in the file at ``path``; a path that does not exist may name a shipped config.
 
     Args:
@@ -448,13 +447,17 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
             (:mod:`vpipe.app.config.formats`) its own keys, too.
         resolved: the file is the config of a run, which has every key; keys that derive from an overridden key are
             derived anew.
+        started: whether torchrun or srun start the ranks, and not ``vpipe train``; None if either may.
 
     Raises:
         UserError: all mistakes in the files and on the command line.
     """
     tree = config_tree(path, overrides, resolved=resolved)
-    given = isinstance(tree.get(OPTIONS), dict)
-    return validated(Config, tree, option_problems(tree) if given else ())
+    others = option_problems(tree) if isinstance(tree.get(OPTIONS), dict) else []
+    given = {_setting(text)[0] for text in overrides} if resolved else None
+    with suppress(ValidationError):  # else what is wrong with its keys comes first
+        others += unread_problems(Config.model_validate(tree.value, context=CHECKED), tree, given, started)
+    return validated(Config, tree, others)
 
 
 def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = False) -> Tree:
@@ -472,6 +475,8 @@ def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
             tree = form.to_native(tree, file.parent, shipped=file != path)
     if (refused := unread_form(tree)) is not None:
         raise refused
+    if resolved and tree.get(("model", "lora", "targets")) == []:
+        tree.drop(("model", "lora", "targets"))  # it meant all once
     if resolved and settings:
         drop_derived(tree, {key: part.value for key, part in settings})
     for key, part in settings:

@@ -402,9 +402,6 @@ class ParallelSection(Section):
         if isinstance(self.compress, tuple) and len(self.compress) != cuts:
             yield Mistake(("compress",), f"has {_count(self.compress)} for the {cuts} cuts between "
                           f"{self.model_parallel_size} stages", "give one word, or one entry per cut")
-        if self.compress_rounding != "nearest" and "int8" not in used_codecs(self.compress):
-            yield Mistake(("compress_rounding",), f"is {self.compress_rounding}, but nothing is sent as int8",
-                          "leave it out, or set compress: int8")
 
     def _schedule(self) -> Iterator[Mistake]:
         """Yield what does not go with the schedule: a file, auto, or a name."""

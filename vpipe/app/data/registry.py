@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 
 import vpipe.app.data
@@ -23,13 +23,17 @@ Factory = Callable[[DatasetSettings], Dataset]
 PLUGINS = PluginGroup("vpipe.datasets", "data set")
 _factories: dict[str, Factory] = {}
 _files: dict[str, tuple[str, ...]] = {}
+_reads: dict[str, Collection[str]] = {}
 
 
-def register_dataset(name: str, files: tuple[str, ...] = ()) -> Callable[[Factory], Factory]:
+def register_dataset(name: str, files: tuple[str, ...] = (),
+                     reads: Collection[str] = vpipe.app.data.DEFAULT) -> Callable[[Factory], Factory]:
     """Register the decorated factory as ``name``. Raises :class:`UserError` when another one has that name.
 
     Args:
         files: patterns of the names of the files that it reads, by which ``vpipe init`` finds it.
+        reads: which of path, samples, tokenizer, max_tokens, language, source_language and target_language it takes
+            from its settings; a config that sets another is refused.
     """
     def register(factory: Factory) -> Factory:
         if not PLUGINS.is_own(factory.__module__):
@@ -38,7 +42,7 @@ def register_dataset(name: str, files: tuple[str, ...] = ()) -> Callable[[Factor
         if (known.__module__, known.__qualname__) != (factory.__module__, factory.__qualname__):
             raise UserError(f"two data sets are called '{name}': {known.__module__}.{known.__qualname__} "
                             f"and {factory.__module__}.{factory.__qualname__}", hint="rename one of them")
-        _files[name] = files
+        _files[name], _reads[name] = files, reads
         return factory
 
     return register
@@ -62,6 +66,12 @@ def files_read(name: str) -> tuple[str, ...]:
         return ()
     dataset_named(name)
     return _files[name]
+
+
+def keys_read(name: str) -> Collection[str]:
+    """Return the keys of a config that a data set reads; raises as :func:`dataset_named`."""
+    dataset_named(name)
+    return _reads[name]
 
 
 def prepare(name: str, settings: DatasetSettings) -> int:

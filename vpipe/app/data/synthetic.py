@@ -108,9 +108,6 @@ def synthetic(settings: DatasetSettings) -> Dataset:
     For -1 the vocabulary is 8192 and a sequence 128 tokens; for None there are 1024 samples, or 8 batches where those
     are more.
     """
-    if settings.path is not None:
-        raise UserError(f"dataset.path is '{settings.path}', but the data set 'synthetic' reads nothing",
-                        hint="leave it out, or name the data set that reads it as dataset.name")
     vocab_size = DEFAULT_VOCAB_SIZE if settings.vocab_size == -1 else settings.vocab_size
     length = 128 if settings.sequence_length == -1 else settings.sequence_length
     size = settings.batch_size

@@ -212,7 +212,6 @@ def bert_from_settings(settings: ModelSettings) -> Model:
 
 def config_from_settings(settings: ModelSettings) -> BertConfig:
     """Merge the preset (default large), ``overrides`` (of a ``bert_config.json``) and the settings; the later wins."""
-    KEYS.check_no_groups(settings)
     if settings.overrides.get("intermediate_size", 0) is None:
         raise UserError("BERT's intermediate_size is None", hint="it must be an integer, such as 4 times hidden_size")
     preset = "large" if settings.preset is None else settings.preset

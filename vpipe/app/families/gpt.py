@@ -96,7 +96,6 @@ def config_from_settings(settings: ModelSettings) -> GptConfig:
     A ``config.json`` without an ``activation_function`` means ``gelu_new``. Without ``n_positions`` there are positions
     for as many tokens as a sample has, and for 1,024 at least.
     """
-    KEYS.check_no_groups(settings)
     overrides = {"activation_function": "gelu_new", **settings.overrides} if settings.overrides else {}
     values = KEYS.merge(GptConfig, settings.preset, overrides, {
         "vocab_size": settings.vocab_size, "n_embd": settings.hidden_size, "n_layer": settings.num_layers,

@@ -11,7 +11,7 @@ the module or the factory::
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -115,6 +115,8 @@ class Family:
         presets: sizes by name, for ``vpipe init``.
         datasets: names of the data sets that it is trained on, for ``vpipe init``, which leaves out a family without;
             the first is taken without the user's data.
+        reads: of a package's family: which of num_kv_heads, packed, experts, experts_per_token and balance_weight it
+            takes from its settings; a config that sets another is refused.
     """
 
     factory: Factory
@@ -125,6 +127,7 @@ class Family:
     options: type | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     datasets: tuple[str, ...] = ()
+    reads: Collection[str] = ()
 
     def model(self, settings: ModelSettings) -> Model:
         """Return the model of the settings, with its adapters."""
@@ -140,7 +143,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
                    flops: Callable[[ModelSettings], Sequence[int]] | None = None,
                    tensor_sizes: Callable[[ModelSettings], Mapping[str, int]] | None = None,
                    options: type | None = None, presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-                   datasets: tuple[str, ...] = ()) -> Callable[[Factory], Factory]:
+                   datasets: tuple[str, ...] = (), reads: Collection[str] = ()) -> Callable[[Factory], Factory]:
     """Register the decorated factory.
 
     Args:
@@ -154,6 +157,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
             ``metadata`` of a field may have ``help``, a text for errors, and the bounds ``gt``, ``ge``, ``lt``, ``le``.
         presets: as in :class:`Family`.
         datasets: as in :class:`Family`.
+        reads: as in :class:`Family`.
 
     Raises:
         UserError: the name is in use, or the options are no such class.
@@ -168,7 +172,8 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
         if holder != factory.__module__:  # the same module again is a reload
             raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
                             hint="give one of them another name")
-        _families[name] = Family(factory, huggingface, stage_order, flops, tensor_sizes, options, presets, datasets)
+        _families[name] = Family(factory, huggingface, stage_order, flops, tensor_sizes, options, presets, datasets,
+                                 reads)
         return factory
 
     return register

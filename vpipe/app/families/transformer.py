@@ -24,7 +24,6 @@ from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.dropout import Dropout
 from vpipe.app.families.experts import BALANCE, Mixture
 from vpipe.app.families.kv_cache import KeyValueCache
-from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import Problem, UserError, nearest
 
 Positive = float
@@ -102,12 +101,6 @@ class ConfigKeys:
             raise UserError(f"the sequence length is {length}, but {self.family} has position embeddings for "
                             f"{positions} tokens", hint=f"shorten the sequences to {positions}, or raise {key} to "
                                                         f"{length}")
-
-    def check_no_groups(self, settings: ModelSettings) -> None:
-        """Raise UserError where settings ask for grouped heads in a family without them."""
-        if settings.num_kv_heads not in (None, settings.num_heads):
-            raise UserError(f"num_kv_heads is {settings.num_kv_heads}, but every head of {self.family} has keys of its "
-                            "own", hint="leave it out, or take the model llama")
 
     def _wrong(self, field: Field[Any], value: object) -> Iterator[Problem]:
         what, kind = f"{self.family}'s {field.name} is {value!r}", str(field.type)

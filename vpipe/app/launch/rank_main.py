@@ -168,7 +168,8 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
     _choose_interface(job.config, address_towards(rank, [host["source"] for host in hosts]))
     if rank.rank == 0:
         print(f"run folder: {folder}\n{headline(job)}, started by {rank.starter}"
-              + (f" on {len({host['host'] for host in hosts})} hosts" if several else ""), flush=True)
+              + (f" on {len({host['host'] for host in hosts})} hosts" if several else "")
+              + ("; machines is not used" if job.config.machines else ""), flush=True)
 
     def work() -> Stopped | None:
         keep_memory_for(job.config)

@@ -211,7 +211,7 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
     """
     _import_files(run["imports"])
     (folder / CONFIG).write_text(run["config"])
-    config = load_config(folder / CONFIG)
+    config = load_config(folder / CONFIG, resolved=True)
     address, port = str(run["address"]), int(run["port"])
     interface = config.parallel.interface or interface_towards(address)
     check_reachable(address, port, REACH_S)

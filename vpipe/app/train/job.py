@@ -83,7 +83,7 @@ class Job:
         describe = family_named(config.model.name).model
         settings = model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides)
         model = describe(settings)
-        if settings.packed and model.batch == describe(replace(settings, packed=False)).batch:
+        if settings.packed and model.batch == describe(replace(settings, packed=False)).batch:  # of an older run
             raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
                             "sample apart", hint="set it to false, or train a gpt, a llama or one of its kinds")
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
@@ -432,16 +432,10 @@ class Job:
 
 
 def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
-    name, given = config.dataset.name, config.dataset.tokenizer
-    if given is not None and (not isinstance(dataset, Tokenized) or dataset.tokenizer_path is None):
-        raise UserError(f"dataset.tokenizer is '{given}', but the data set '{name}' holds no text that it could cut",
-                        hint="leave it out, or choose a data set of text")
+    name = config.dataset.name
     if config.dataset.max_tokens is not None and not isinstance(dataset, VaryingBatches):
         raise UserError(f"dataset.max_tokens is {config.dataset.max_tokens}, but all samples of the data set '{name}' "
                         "have equally many tokens", hint="leave it out, and set dataset.batch_size")
-    if config.model.experts is not None and BALANCE not in model.layers[-1].inputs:
-        raise UserError(f"model.experts is {config.model.experts}, but the model '{config.model.name}' has none",
-                        hint="leave it out, or train a gpt, a llama or one of its kinds")
     if missing := [field for field in model.batch if field not in dataset.fields]:
         suitable = ("text", "synthetic") if "input_ids" in model.batch else family_named(config.model.name).datasets
         raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{name}' does not hold "

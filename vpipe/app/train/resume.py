@@ -139,19 +139,23 @@ def run_config(folder: Path) -> Config:
     return validated(Config, config_tree(folder / CONFIG, resolved=True), context=CHECKED)
 
 
-def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str]) -> Config:
+def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str],
+                   started: bool | None = None) -> Config:
     """Return the config of a resumed run: that of ``path``, or else the run's own, with ``settings`` over it.
+
+    Args:
+        started: as of :func:`~vpipe.app.config.config.load_config`.
 
     Raises:
         UserError: it is no config, or it contradicts the checkpoint.
     """
     if path is not None:
-        config = load_config(path, settings)
+        config = load_config(path, settings, started=started)
         plan = None if start.folder is None else start.folder / PLAN
         if plan is not None and plan.exists() and _still_holds(Plan.load(plan), config, settings):
-            config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"])
+            config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], started=started)
     elif start.folder is not None:
-        config = load_config(start.folder / CONFIG, settings, resolved=True)
+        config = load_config(start.folder / CONFIG, settings, resolved=True, started=started)
     else:
         raise UserError(f"the checkpoint '{start.checkpoint}' is in no run's folder, so nothing says what to train",
                         hint="name a config, too: vpipe train CONFIG --resume CHECKPOINT")

@@ -333,8 +333,5 @@ def bert_hdf5(settings: DatasetSettings) -> BertHdf5:
     """Return the data set of the shards in the folder ``path``; P is theirs. Raises as :class:`BertHdf5` does."""
     if settings.path is None:
         raise UserError("the data set 'bert_hdf5' has no path", hint="name the folder of the shards as dataset.path")
-    if settings.tokenizer is not None:
-        raise UserError(f"dataset.tokenizer is '{settings.tokenizer}', but shards of 'bert_hdf5' hold tokens already",
-                        hint="leave it out")
     return BertHdf5(settings.path, sequence_length=settings.sequence_length, vocab_size=settings.vocab_size,
                     samples=settings.samples)

@@ -28,7 +28,7 @@ CONFIGS = Path("configs")
 
 CSV, PAGE = "comparison.csv", "comparison.html"
 
-UNSAVED = ("checkpoint.at_end=false", "checkpoint.every_steps=null")
+UNSAVED = ("checkpoint={at_end: false}",)
 """What the runs do otherwise than those of ``vpipe train``, unless ``--set`` says so: they save no checkpoints."""
 
 

@@ -144,7 +144,6 @@ def config_from_settings(settings: ModelSettings) -> TranslationConfig:
     embeddings of source and target, unless the file says whether they are, and the head. Without
     ``max_position_embeddings`` there are positions for as many tokens as a sample has, and for 1,024 at least.
     """
-    KEYS.check_no_groups(settings)
     preset = "base" if settings.preset is None else settings.preset
     tied, options = settings.tie_weights, settings.options or TranslationOptions()
     shared = {} if "share_encoder_decoder_embeddings" in settings.overrides else {

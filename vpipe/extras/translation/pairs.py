@@ -318,7 +318,8 @@ def _write_tokens(pairs: Iterable[Pair], tokenizer: Tokenizer, dtype: np.dtype[A
 
 
 @register_dataset("pairs", files=("*.tsv", "*.tsv.gz", *(("*.mo", "*.po") if "catalogues" in SOURCES.names else ()),
-                                  "dataset_info.json"))
+                                  "dataset_info.json"),
+                  reads=("path", "samples", "tokenizer", "max_tokens", "source_language", "target_language"))
 def pairs(settings: DatasetSettings) -> PairDataset:
     """Return the pairs in the file or folder ``path``; without one, those of this machine.
 
