@@ -96,7 +96,7 @@ def run_import(options: argparse.Namespace) -> None:
                         hint=f"give a folder with {CONFIG} and weights{others}")
     job = None
     if options.config is not None:
-        job = Job.from_config(load_config(options.config, options.settings))
+        job = Job.from_config(load_config(options.config, options.settings, started=None))
     elif options.settings:
         raise UserError(f"{setting_words(options.settings)[0]} changes a config, but there is none",
                         hint="name it with --config")

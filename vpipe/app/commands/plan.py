@@ -48,7 +48,7 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UserError(f"--stages is {options.stages}", hint="plan for 1 stage or more")
     if options.output is not None:
         check_output(options.output)
-    config = load_config(options.config, options.settings)
+    config = load_config(options.config, options.settings, started=None)
     own_ranks = ranks_of(config)
     ranks = own_ranks if options.ranks is None else options.ranks
 

@@ -41,7 +41,7 @@ def run_profile(options: argparse.Namespace) -> None:
     """Measure, or read an earlier profile from the cache, and print it."""
     if options.output is not None:
         check_output(options.output)
-    config = load_config(options.config, options.settings)
+    config = load_config(options.config, options.settings, started=None)
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
     from vpipe.app.train.job import Job

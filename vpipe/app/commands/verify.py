@@ -44,7 +44,7 @@ def run_verify(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     # By default on processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo", f"parallel.device={options.device}"]
-    config = load_config(options.config, settings)
+    config = load_config(options.config, settings, started=None)
     job = Job.from_config(config)
     batches, ranks, parts = batches_for_steps(job, options.steps), job.schedule.ranks, config.parallel.tensor
     steps = steps_in_batches(job, batches)

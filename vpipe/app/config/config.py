@@ -439,7 +439,7 @@ class Config(Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, resolved: bool = False,
-                started: bool | None = None) -> Config:
+                started: bool | None = False) -> Config:
     """Load the config in the file at ``path``; a path that does not exist may name a shipped config.
 
     Args:

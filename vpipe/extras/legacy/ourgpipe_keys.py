@@ -85,7 +85,8 @@ class OurGPipe(ConfigAddition):
         if scheduler is None:
             return None
         with suppress(UserError):  # in a file that is wrong without it
-            written = load_config(path, [setting for setting in settings if not isinstance(setting, Setting)]).parallel
+            written = load_config(path, [setting for setting in settings if not isinstance(setting, Setting)],
+                                  started=None).parallel
             if written.asynchronous:
                 few, stages = config.microbatches, config.parallel.model_parallel_size
                 return (f"{OPTION} {scheduler} takes {config.parallel.schedule} instead of "
