@@ -13,11 +13,11 @@ import yaml
 from small_run import losses, only_run
 
 from vpipe.app.cli import main
+from vpipe.app.commands.slurm import WRITTEN_BY
 from vpipe.app.data import registry as data_sets
 from vpipe.app.families import registry as models
 from vpipe.app.imports import IMPORTS, file_digests, import_files, imported_files
 from vpipe.app.launch import remote_agent
-from vpipe.app.launch.slurm import WRITTEN_BY
 from vpipe.errors import UserError
 from vpipe.schedules import registry as schedules
 

@@ -18,17 +18,16 @@ from torch import Tensor
 from vpipe import Pipeline
 from vpipe.app.launch.failure_report import write_report
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
+from vpipe.app.run_log import METRICS
 from vpipe.app.signals import STOPS
-from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, ProgressBar, StepSize
+from vpipe.app.train.event_writers import EventWriter, check_installed, event_writers
+from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer
 from vpipe.app.train.peak_flops import find_peak
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.run_folder import FACTS, replace_text, running
-from vpipe.app.train.run_log import METRICS
 from vpipe.app.train.summary import RunFigures
-from vpipe.app.train.tensorboard import TensorBoardWriter, check_installed
 from vpipe.app.train.trace_writer import TraceWriter
-from vpipe.app.train.weights_and_biases import WandbWriter
 from vpipe.distributed import exchange
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime import StageUsage, Step
@@ -108,10 +107,7 @@ class RecordedRun:
                 replace_text(self.folder / FACTS, json.dumps({
                     "updates": self._updates, "max_minutes": None, "ranks": self._homes, "partition": pipe.partition,
                     "planned_s": None}))
-                if self._tensorboard:
-                    events.append(TensorBoardWriter(self.folder, done))
-                if self._wandb is not None:
-                    events.append(WandbWriter(self.folder, self._wandb, {}))
+                events = event_writers(self.folder, done, {}, tensorboard=self._tensorboard, wandb=self._wandb)
             # How many samples a step has is known after the first.
             size = StepSize(0, 0, self._efficiency, self._next_tokens, self._step_sizes(done, pipe.position.samples))
             path = self.folder / METRICS if first else None

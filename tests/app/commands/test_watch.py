@@ -15,11 +15,11 @@ import pytest
 from attempts import begin
 from rich.console import Console
 
+from vpipe.app import run_log
 from vpipe.app.cli import main
 from vpipe.app.commands.watch import watch
 from vpipe.app.launch.failure_report import write_report
-from vpipe.app.train import run_log
-from vpipe.app.train.run_log import RunLog
+from vpipe.app.run_log import RunLog
 from vpipe.app.train.run_state import RunState
 from vpipe.errors import RunError
 

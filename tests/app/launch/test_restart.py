@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from small_run import write_config
 
+from vpipe.app import run_log
 from vpipe.app.cli import main
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.failure_report import find_failure
@@ -25,10 +26,9 @@ from vpipe.app.launch.restart import (
     other_updates,
     restart_point,
 )
-from vpipe.app.train import run_log
+from vpipe.app.run_log import RunLog
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import failure_path, unlock_runs
-from vpipe.app.train.run_log import RunLog
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.distributed.environment import RankEnvironment, starter_id

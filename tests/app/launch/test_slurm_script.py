@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.app.cli import main
-from vpipe.app.launch.slurm import WRITTEN_BY
+from vpipe.app.commands.slurm import WRITTEN_BY
 
 ROOT = Path(__file__).parents[3]
 CONFIG = "configs/bert_mini_4stage.yaml"

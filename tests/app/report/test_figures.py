@@ -15,8 +15,7 @@ from vpipe.app.report.figures import Figures, steady_window, step_ends, step_tim
 from vpipe.app.report.idle_causes import Cause, Producers, time_slices
 from vpipe.app.report.page import page
 from vpipe.app.report.recording import Recording, read_recording
-from vpipe.app.report.report_data import as_recording, load_report_data, repeat_batches, replay_medians
-from vpipe.app.report.run_metrics import Totals
+from vpipe.app.report.report_data import Totals, as_recording, load_report_data, repeat_batches, replay_medians
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
 from vpipe.schedules.action import Action, Op

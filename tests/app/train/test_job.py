@@ -16,11 +16,11 @@ from vpipe.app.config.config import load_config, load_resolved
 from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.app.data.tokenizers import train_byte_bpe
 from vpipe.app.families.registry import ModelSettings, family_named
-from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.optimizers import hidden_matrices
 from vpipe.app.train.resume import IMPORTED, other_tokens
+from vpipe.app.train.summary import headline
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from vpipe.app.errors import LastingError
+from vpipe.app.run_log import PastMetrics
 from vpipe.app.train import metrics as module
 from vpipe.app.train.metrics import Efficiency, LineWriter, Metrics, ProgressBar, StepSize
 from vpipe.app.train.peak_flops import PeakFlops
-from vpipe.app.train.run_log import PastMetrics
 from vpipe.errors import UserError
 from vpipe.runtime.step_results import Step
 

@@ -16,11 +16,11 @@ from vpipe.app.config.config import load_config
 from vpipe.app.errors import PlanningError
 from vpipe.app.launch.failure_report import find_failure, write_report
 from vpipe.app.launch.rank_env import ranks_of
-from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.planning import memory_limit, plan_job, request_of
 from vpipe.app.train.profile_cache import store
+from vpipe.app.train.summary import headline
 from vpipe.errors import RunError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes

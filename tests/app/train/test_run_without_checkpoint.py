@@ -13,9 +13,9 @@ from vpipe.app.cli import _parser
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.errors import LastingError
 from vpipe.app.launch.launcher import _Run
+from vpipe.app.run_log import METRICS
 from vpipe.app.train.resume import find_resume_point
 from vpipe.app.train.run_folder import CONFIG, make_run_folder, why_unsaved
-from vpipe.app.train.run_log import METRICS
 from vpipe.errors import RunError, UserError
 
 

@@ -19,17 +19,15 @@ from torch import nn
 from vpipe import Cut, Plan
 from vpipe.app.config.config import config_row, load_config
 from vpipe.app.data.epoch import HeldOutText
+from vpipe.app.run_log import Evaluation, PastMetrics
 from vpipe.app.train import metrics as module
-from vpipe.app.train.csv_rows import csv_text
-from vpipe.app.train.headline import headline, size_lines
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import build_pipeline, train
 from vpipe.app.train.metrics import Efficiency, Metrics, StepSize
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops
-from vpipe.app.train.run_log import Evaluation, PastMetrics
-from vpipe.app.train.summary import RunFigures, evaluation_text, p95, summary
-from vpipe.app.visualize.table import printable
+from vpipe.app.train.summary import RunFigures, evaluation_text, headline, p95, size_lines, summary
+from vpipe.app.visualize.table import csv_text, printable
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
 from vpipe.runtime.stage_usage import StageUsage

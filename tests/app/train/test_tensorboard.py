@@ -9,10 +9,10 @@ import pytest
 from small_run import job_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vpipe.app.train import tensorboard as module
+from vpipe.app.train import event_writers as module
+from vpipe.app.train.event_writers import FOLDER, TensorBoardWriter
 from vpipe.app.train.loop import train
 from vpipe.app.train.metrics import Metrics, StepSize
-from vpipe.app.train.tensorboard import FOLDER, TensorBoardWriter
 from vpipe.errors import UserError
 
 

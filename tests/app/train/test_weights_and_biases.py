@@ -15,10 +15,10 @@ from torch import nn
 
 from vpipe import Model, Pipeline
 from vpipe.app import RecordedRun
-from vpipe.app.train import tensorboard
+from vpipe.app.train import event_writers
+from vpipe.app.train.event_writers import WandbWriter
 from vpipe.app.train.loop import train
 from vpipe.app.train.metrics import Metrics, StepSize
-from vpipe.app.train.weights_and_biases import WandbWriter
 from vpipe.errors import UserError
 
 
@@ -54,7 +54,7 @@ class StandIn(ModuleType):
 def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", found)
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: found)
+    monkeypatch.setattr(event_writers, "find_spec", lambda name: found)
     return found
 
 
@@ -118,6 +118,6 @@ def test_without_the_package_or_an_account_nothing_starts(tmp_path: Path, monkey
     wandb.error = "api_key not configured"
     with pytest.raises(UserError, match=r"(?s)begin a run: api_key not configured.*hint: log in with: wandb login"):
         WandbWriter(tmp_path, "online", {})
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(event_writers, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"(?s)'wandb' is not installed.*pip install 'vpipe\[wandb\]'"):
         job_of(tmp_path, metrics__wandb="online")

@@ -16,9 +16,8 @@ from vpipe.app.config.config import Config, config_tree, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
 from vpipe.app.progress import message_if_slow
 from vpipe.app.sizes import parse_size
-from vpipe.app.train.csv_rows import check_output
 from vpipe.app.visualize.explain_plan import OtherPlan, PlanExplanation, depths_text
-from vpipe.app.visualize.table import PIPE_COLUMNS, terminal_columns
+from vpipe.app.visualize.table import PIPE_COLUMNS, check_output, terminal_columns
 from vpipe.errors import UserError, counted
 from vpipe.plan import PlanRequest, Profile, predict, solve
 from vpipe.schedules import CsvFile, RegisteredSchedule

@@ -16,9 +16,8 @@ from vpipe.app.config.config import load_config
 from vpipe.app.launch import local
 from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here
-from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.app.visualize.table import table
+from vpipe.app.visualize.table import check_output, table
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.plan import Profile
 from vpipe.units import size_text

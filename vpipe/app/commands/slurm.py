@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from signal import SIGUSR1
 
 from vpipe.app.command_line import setting_words
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.rank_env import check_neighbours, ranks_of
-from vpipe.app.launch.slurm import Nodes, ranks_per_node, slurm_script
-from vpipe.errors import RunError, UserError
+from vpipe.errors import RunError, UserError, counted
 
 
 def run_slurm(options: argparse.Namespace) -> None:
@@ -55,3 +59,146 @@ def _submit(script: str) -> str:
         raise RunError(f"sbatch did not take the job: {' '.join(done.stderr.split())}",
                        hint="sinfo shows the partitions with their nodes and time limits")
     return done.stdout.strip().partition(";")[0]
+
+
+SAVE_S = 120
+"""Time from the signal to the time limit. SLURM may be a minute early."""
+
+WRITTEN_BY = "# Written by: "
+"""Before the command, in the script that it wrote."""
+
+_TIME = re.compile(r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}")
+"""``--time`` of sbatch: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, or DAYS-HOURS[:MINUTES[:SECONDS]]."""
+
+_PARTITION = re.compile(r"[\w.+-]+(,[\w.+-]+)*")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The request of a job to SLURM.
+
+    Attributes:
+        nodes: how many.
+        ranks_per_node: tasks on each; their product is the ranks of the schedule.
+        threads: processors per rank.
+        gpus: whether each rank must have a GPU.
+        devices: comment lines about the devices of the ranks.
+        partition: SLURM's default one when None.
+        time: as sbatch writes it; the partition's default when None.
+        machines: whether the config names hosts, which are not used.
+        restarts: how often the job is requeued after a failure; None leaves that to the cluster.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    threads: int = 1
+    gpus: bool = False
+    devices: Sequence[str] = ()
+    partition: str | None = None
+    time: str | None = None
+    machines: bool = False
+    restarts: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.restarts is not None and self.restarts < 0:
+            raise UserError(f"--restarts is {self.restarts}", hint="give a whole number, 0 or more")
+        if self.time is not None and _TIME.fullmatch(self.time) is None:
+            raise UserError(f"--time is '{self.time}'", hint="write 30 (minutes), 2:00:00 or 1-12 (days-hours), as "
+                            "for sbatch")
+        if self.partition is not None and _PARTITION.fullmatch(self.partition) is None:
+            raise UserError(f"--partition is '{self.partition}'", hint="name one that sinfo shows")
+
+
+def ranks_per_node(ranks: int, nodes: int, wanted: int | None) -> int:
+    """Return the ranks on each node, the same on all. Raises UserError if ``ranks`` cannot be divided so."""
+    for option, value in (("--nodes", nodes), ("--ranks-per-node", wanted)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
+    fitting = " or ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
+    if wanted is not None and nodes * wanted != ranks:
+        raise UserError(f"{counted(nodes, 'node')} with {counted(wanted, 'rank')} on each would be {nodes * wanted}, "
+                        f"but the schedule has {counted(ranks, 'rank')}",
+                        hint=f"leave --ranks-per-node out, with --nodes {fitting}")
+    if ranks % nodes:
+        raise UserError(f"{counted(ranks, 'rank')} cannot be put on {counted(nodes, 'node')} with equally many on each",
+                        hint=f"use --nodes {fitting}")
+    return ranks // nodes
+
+
+def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Sequence[str]) -> str:
+    """Return the script, for ``sbatch``.
+
+    Args:
+        name: of the job.
+        train: the command that every rank runs, such as ``["vpipe", "train", "c.yaml"]``.
+        written_by: the command that writes this.
+
+    Raises:
+        UserError: a word holds a line break or the like, which would be a line of the script.
+    """
+    for word in (*train, *written_by):
+        if not word.isprintable():
+            raise UserError(f"{word!r} cannot be written into a script: it holds a character that is not printed",
+                            hint="leave out line breaks and tabs; a value of several lines belongs into the config")
+    ranks, job = wanted.nodes * wanted.ranks_per_node, re.sub(r"[^\w.-]", "_", name)
+    directives = [
+        (f"--job-name={job}", ""),
+        ("--output=%x-%j.out", "<job name>-<job id>.out: output of rank 0; all logs are in the run's folder"),
+        (f"--nodes={wanted.nodes}", ""),
+        (f"--ntasks-per-node={wanted.ranks_per_node}", f"a task is a rank: {ranks} in all"),
+        (f"--cpus-per-task={wanted.threads}", "training.threads")]
+    if wanted.gpus:
+        directives.append((f"--gpus-per-node={wanted.ranks_per_node}", "one per rank"))
+    if wanted.partition is not None:
+        directives.append((f"--partition={wanted.partition}", ""))
+    if wanted.time is not None:
+        directives.append((f"--time={wanted.time}", "SLURM ends the job after it"))
+    if wanted.restarts is not None:
+        directives += [("--requeue", "the job may be requeued under its number"),
+                       ("--open-mode=append", "then it appends to --output"),
+                       (f"--signal=USR1@{SAVE_S}", f"{SAVE_S} s before the time limit the ranks save and end")]
+    width = max(len(option) for option, _ in directives) + 2
+    lines = [f"#SBATCH {option:{width}}# {why}" if why else f"#SBATCH {option}" for option, why in directives]
+    hosts = "# SLURM chooses the hosts; the config's machines are not used.\n" if wanted.machines else ""
+    script = _SCRIPT.format(
+        devices="".join(f"# {line}\n" for line in wanted.devices),
+        written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", hosts=hosts, directives="\n".join(lines),
+        threads=wanted.threads, train=shlex.join(train))
+    return script if wanted.restarts is None else \
+        script.rstrip("\n") + _AGAIN.format(restarts=wanted.restarts, saved=128 + SIGUSR1)
+
+
+_SCRIPT = """\
+#!/bin/bash
+{written_by}
+# Submit it with sbatch from the folder where its relative paths start, with vpipe on PATH (its environment activated).
+{devices}{hosts}
+{directives}
+
+set -euo pipefail
+
+# What only the ranks of this run know: nobody else on the cluster can pass for one.
+VPIPE_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d '[:space:]')
+export VPIPE_SECRET
+
+# srun starts the ranks on all nodes; they meet on the first node. When a rank fails, srun ends the others, which have a
+# few seconds to report what they saw. --cpus-per-task is repeated: since SLURM 22.05 srun does not inherit it.
+srun --cpus-per-task={threads} --kill-on-bad-exit=1 {train}
+"""
+
+_AGAIN = """ || status=$?
+
+# Requeue the job, which then resumes from its newest checkpoint: after status {saved} (it saved before the time limit)
+# and after up to {restarts} failures, counted in a file; never after status 2, a mistake in the config or the data.
+failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
+case ${{status:=0}} in
+    0|2) ;;
+    {saved}) scontrol requeue "$SLURM_JOB_ID" ;;
+    *)
+        echo "$status" >> "$failures"
+        if (( $(wc -l < "$failures") <= {restarts} )); then
+            scontrol requeue "$SLURM_JOB_ID"
+        fi ;;
+esac
+exit "$status"
+"""

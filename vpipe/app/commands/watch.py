@@ -23,8 +23,8 @@ from vpipe.app.metric_formulas import share_text
 from vpipe.app.report.figures import Window, rank_times
 from vpipe.app.report.idle_causes import Cause, Producers
 from vpipe.app.report.recording import read_recording
+from vpipe.app.run_log import RunLog, number
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.app.train.run_log import RunLog, number
 from vpipe.app.train.run_state import MeanTimes, RunState
 from vpipe.app.visualize.table import compact, ms_text, terminal_columns
 from vpipe.errors import RunError, UserError, VpipeError

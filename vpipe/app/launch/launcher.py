@@ -16,9 +16,9 @@ from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_gpus, hosts_of, ranks_here, ranks_of
 from vpipe.app.launch.restart import Failure, fitted, give_up_reason, restart_point
 from vpipe.app.launch.ssh import Remote, UnreachableError, connect, prepare
+from vpipe.app.run_log import RunLog
 from vpipe.app.train.resume import ResumePoint, nothing_left, prepare_run, run_config
 from vpipe.app.train.run_folder import checkpoints_root, why_unsaved
-from vpipe.app.train.run_log import RunLog
 from vpipe.checkpoint import Checkpoints
 from vpipe.errors import Problem, RunError, UserError
 
@@ -118,8 +118,8 @@ class _Run:
         config, hosts, remotes = self._connected(away)
         try:
             # torch is slow to import: only when the config is worth it.
-            from vpipe.app.train.headline import headline
             from vpipe.app.train.job import Job, new_run
+            from vpipe.app.train.summary import headline
 
             job, start = Job.from_config(config), self._start
             config = job.config

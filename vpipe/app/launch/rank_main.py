@@ -40,11 +40,11 @@ from vpipe.app.signals import (
     ignore_signals,
     stopped_status,
 )
-from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, nothing_left
 from vpipe.app.train.run_folder import CONFIG, log_path
+from vpipe.app.train.summary import headline
 from vpipe.distributed import Host, RankEnvironment, exchange, watch
 from vpipe.errors import Problem, RunError, UserError, VpipeError, counted
 

@@ -26,9 +26,9 @@ from vpipe.app.config.yaml_tree import parse
 from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.launch.rank_env import ranks_of
+from vpipe.app.run_log import RunLog
 from vpipe.app.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
 from vpipe.app.train.run_folder import CONFIG, replace_text
-from vpipe.app.train.run_log import RunLog
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import RunError, UserError, counted

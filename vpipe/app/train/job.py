@@ -24,11 +24,11 @@ from vpipe.app.families.experts import BALANCE
 from vpipe.app.families.registry import family_named
 from vpipe.app.families.tensor_parallel import TensorMesh, parallel, problems
 from vpipe.app.train.epochs import Epochs, epoch_seed
+from vpipe.app.train.event_writers import check_installed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
 from vpipe.app.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
 from vpipe.app.train.profile_cache import cached, to_stderr
 from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
-from vpipe.app.train.tensorboard import check_installed
 from vpipe.app.visualize.advice import Advice
 from vpipe.description import Description
 from vpipe.distributed import RankEnvironment

@@ -24,21 +24,19 @@ from vpipe.app.data.prefetch import prefetched
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow
+from vpipe.app.run_log import METRICS, PastMetrics
 from vpipe.app.signals import Stopped, graceful_stop
 from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
-from vpipe.app.train.csv_rows import csv_text
-from vpipe.app.train.headline import delay_line, delay_warning, size_lines
+from vpipe.app.train.event_writers import event_writers
 from vpipe.app.train.job import OBSERVERS, Job
-from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, ProgressBar, StepSize
+from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.run_folder import FACTS, SUMMARY, replace_text, running
-from vpipe.app.train.run_log import METRICS, PastMetrics
-from vpipe.app.train.summary import RunFigures, evaluation_text, summary
-from vpipe.app.train.tensorboard import TensorBoardWriter
+from vpipe.app.train.summary import RunFigures, delay_line, delay_warning, evaluation_text, size_lines, summary
 from vpipe.app.train.torch_profiler import TorchProfiler
 from vpipe.app.train.trace_writer import TraceWriter
-from vpipe.app.train.weights_and_biases import WandbWriter
+from vpipe.app.visualize.table import csv_text
 from vpipe.checkpoint import Checkpoints, Manifest
 from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
@@ -137,11 +135,8 @@ class _TrainingRun:
         size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),
                         job.learns_next_tokens,
                         job.epochs.steps(job.samples_done, job.schedule.assignment.step_microbatches))
-        events: list[EventWriter] = []
-        if show and config.metrics.tensorboard:
-            events.append(TensorBoardWriter(self._folder, job.steps_done))
-        if show and config.metrics.wandb is not None:
-            events.append(WandbWriter(self._folder, config.metrics.wandb, config_row(config)))
+        events = event_writers(self._folder, job.steps_done, config_row(config), tensorboard=config.metrics.tensorboard,
+                               wandb=config.metrics.wandb) if show else []
         with Metrics(self._folder / METRICS if show else None, size, past, job.steps_done, events) as self._metrics:
             with ExitStack() as self._exits:
                 self._open()

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -23,10 +23,11 @@ from tqdm import tqdm
 from vpipe.app.errors import LastingError
 from vpipe.app.metric_formulas import RECENT, Utilization, perplexity
 from vpipe.app.progress import message_if_slow
+from vpipe.app.run_log import AVERAGED, Evaluation, PastMetrics
+from vpipe.app.train.event_writers import EventWriter
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
-from vpipe.app.train.run_log import AVERAGED, Evaluation, PastMetrics
 from vpipe.app.visualize.table import compact
 from vpipe.errors import UserError, counted
 from vpipe.runtime import Step
@@ -55,22 +56,6 @@ class StepSize:
     def perplexity(self, loss: float) -> float | None:
         """Return the perplexity at a loss; None for a model without, and where it is huge or no number."""
         return perplexity(loss) if self.next_tokens else None
-
-
-class EventWriter(Protocol):
-    """Pass the lines of ``metrics.jsonl`` on to another program.
-
-    Attributes:
-        name: of that program, for messages.
-    """
-
-    name: str
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """Pass on a line. After an error there are no more lines: a run outlives its charts."""
-
-    def close(self, failed: bool = False) -> None:
-        """End, after the last line; ``failed``: an error ends the run."""
 
 
 class Metrics:

@@ -28,6 +28,7 @@ from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import describe, parse
 from vpipe.app.data.dataset import Tokenized
 from vpipe.app.families.lora import is_adapter
+from vpipe.app.run_log import PastMetrics, RunLog
 from vpipe.app.train.run_folder import (
     CONFIG,
     EARLIER,
@@ -38,7 +39,6 @@ from vpipe.app.train.run_folder import (
     next_attempt,
     why_unsaved,
 )
-from vpipe.app.train.run_log import PastMetrics, RunLog
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import Problem, UserError, counted
 

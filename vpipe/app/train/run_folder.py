@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from vpipe.app.train.run_log import METRICS, RunLog
+from vpipe.app.run_log import METRICS, RunLog
 from vpipe.errors import UserError, counted
 
 if TYPE_CHECKING:  # commands that list checkpoints need no pydantic

@@ -16,8 +16,8 @@ from shlex import quote
 from statistics import fmean
 
 from vpipe.app.metric_formulas import RECENT
+from vpipe.app.run_log import METRICS, Line, RunLog, mean_figure, number
 from vpipe.app.train.run_folder import CONFIG, FACTS, LAUNCHED, RANK_TIMES, RUNNING
-from vpipe.app.train.run_log import METRICS, Line, RunLog, mean_figure, number
 from vpipe.errors import UserError
 
 SILENT_S, SILENT_UPDATES = 60.0, 20

@@ -1,17 +1,23 @@
-"""Lay out tables of text, and write numbers and sizes as people read them."""
+"""Lay out tables of text and of CSV, and write numbers and sizes as people read them."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 import re
 import shutil
+import tempfile
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
-from vpipe.errors import counted
+from vpipe.errors import UserError, counted
 from vpipe.schedules import Schedule
 
 Number = int | float | Fraction
@@ -202,3 +208,43 @@ def milliseconds(seconds: float) -> str:
 def compact(value: float) -> str:
     """Return a number in about three digits: ``1,234``, ``12.3``, ``0.0042``."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+Row = Mapping[str, Any]
+
+
+def check_output(path: Path) -> None:
+    """Refuse a path that cannot be written as a file, before any work is done."""
+    folder, why = path.absolute().parent, None
+    if path.is_dir() or not folder.is_dir():
+        why = "it is a folder" if path.is_dir() else "it is in no folder"
+    else:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            why = f"{folder}: {error.strerror}"
+    if why is not None:
+        raise UserError(f"cannot write '{path}': {why}", hint="name a file in a folder that exists, and can be "
+                        "written, as -o")
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Return a header and a line per row, with a column for each key of any row, in order of first appearance.
+
+    None and a missing key are empty cells; lists are JSON; true and false are as in YAML.
+    """
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    return out.getvalue()
+
+
+def _cell(value: Any) -> str | int | float:
+    if value is None:
+        return ""
+    if isinstance(value, (bool, list, tuple, dict)):
+        return json.dumps(value)
+    assert isinstance(value, (str, int, float)), "a config and figures hold nothing else"
+    return value

@@ -14,8 +14,8 @@ from vpipe.app.config.shipped import ENDINGS, shipped_configs
 from vpipe.app.launch import launcher
 from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_alone
-from vpipe.app.train.csv_rows import check_output, csv_text
 from vpipe.app.train.run_folder import make_run_folder
+from vpipe.app.visualize.table import check_output, csv_text
 from vpipe.errors import Problem, RunError, UserError, nearest
 from vpipe.extras.comparison.systems import HINT, ComparisonRequest
 

@@ -15,7 +15,7 @@ from vpipe.app.config.config import Config, load_resolved
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.metric_formulas import share_text
 from vpipe.app.report.line_chart import Line, chart, thinned
-from vpipe.app.report.run_metrics import History, read_history
+from vpipe.app.report.report_data import History, read_history
 from vpipe.app.report.style import render
 from vpipe.app.train.run_folder import CONFIG, SUMMARY
 from vpipe.app.train.summary import figure_columns

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vpipe import accelerator
 from vpipe.app.config.config import Config, load_config
-from vpipe.app.train.csv_rows import check_output
+from vpipe.app.visualize.table import check_output
 from vpipe.errors import UserError, counted
 from vpipe.extras.orion.kernels import Bound, kernel_csv, kernel_profiles
 

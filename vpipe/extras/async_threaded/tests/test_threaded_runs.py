@@ -9,8 +9,8 @@ import pytest
 from small_run import job_of, losses, write_config
 
 from vpipe.app.config.config import load_config
-from vpipe.app.train.headline import headline
 from vpipe.app.train.loop import train
+from vpipe.app.train.summary import headline
 from vpipe.app.verify import batches_for_steps, references, run_in_process
 from vpipe.errors import UserError
 from vpipe.extras.async_threaded.on_cpus import NO_GAIN

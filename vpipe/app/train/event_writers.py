@@ -1,4 +1,4 @@
-"""Write TensorBoard event files into the run folder: each line of ``metrics.jsonl`` as scalars of the same names."""
+"""Pass each line of ``metrics.jsonl`` on as numbers of the same names: to TensorBoard, and to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vpipe.errors import UserError
 
@@ -25,6 +26,22 @@ def check_installed(package: str, setting: str, remedy: str) -> None:
     if find_spec(package) is None:
         raise UserError(f"{setting}, but the package '{package}' is not installed",
                         hint=f"pip install 'vpipe[{package}]', or {remedy}")
+
+
+class EventWriter(Protocol):
+    """Pass the lines of ``metrics.jsonl`` on to another program.
+
+    Attributes:
+        name: of that program, for messages.
+    """
+
+    name: str
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Pass on a line. After an error there are no more lines: a run outlives its charts."""
+
+    def close(self, failed: bool = False) -> None:
+        """End, after the last line; ``failed``: an error ends the run."""
 
 
 class TensorBoardWriter:
@@ -85,3 +102,55 @@ def _numbers(line: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]
             yield from _numbers(value, group)
         elif isinstance(value, (int, float)) and key != "step":
             yield group + key, value
+
+
+RUN_ID = "wandb_id.txt"
+"""File with the id of the run there, so that a resumed run continues it."""
+
+
+class WandbWriter:
+    """Log lines to a run of Weights & Biases; its own files are in ``wandb/`` of the run folder.
+
+    Its x axis is ``step``: the package's own counter would refuse a line about an earlier step, such as that of a
+    checkpoint whose writing has ended.
+
+    Args:
+        run: the run folder.
+        mode: ``offline`` writes files, which ``wandb sync`` uploads; ``online`` uploads, unless WANDB_MODE says
+            otherwise.
+        config: of the run, one value per key.
+
+    Raises:
+        UserError: the package cannot begin a run.
+    """
+
+    name = "Weights & Biases"
+
+    def __init__(self, run: Path, mode: str, config: Mapping[str, Any]) -> None:
+        wandb = import_module("wandb")
+        known = run / RUN_ID
+        try:
+            before = known.read_text().strip() if known.exists() else None
+            self._run = wandb.init(dir=str(run), name=run.name, config=dict(config), id=before, resume="allow",
+                                   mode="offline" if mode == "offline" else None, settings={"console": "off"})
+            known.write_text(f"{self._run.id}\n")
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:  # of many classes, some of them the package's
+            raise UserError(f"Weights & Biases cannot begin a run: {str(error) or type(error).__name__}",
+                            hint="log in with: wandb login; or set metrics.wandb to offline, or to null") from None
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Log the numbers of a line of ``metrics.jsonl``; those of a checkpoint or the summary go under that name."""
+        self._run.log({"step": int(line["step"]), **dict(scalars(line))})
+
+    def close(self, failed: bool = False) -> None:
+        """End the run there, as a failed one or not; online this waits until all is uploaded."""
+        with suppress(Exception):
+            self._run.finish(exit_code=int(failed))
+
+
+def event_writers(run: Path, first: int, config: Mapping[str, Any], *, tensorboard: bool,
+                  wandb: str | None) -> list[EventWriter]:
+    """Return the writers that a run asks for, with the arguments of their classes."""
+    return [*([TensorBoardWriter(run, first)] if tensorboard else []),
+            *([] if wandb is None else [WandbWriter(run, wandb, config)])]
