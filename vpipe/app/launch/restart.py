@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from shlex import quote
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
@@ -26,6 +25,7 @@ from vpipe.app.config.yaml_tree import parse
 from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.launch.rank_env import ranks_of
+from vpipe.app.progress import byte_progress
 from vpipe.app.run_log import RunLog
 from vpipe.app.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
 from vpipe.app.train.run_folder import CONFIG, replace_text
@@ -36,9 +36,6 @@ from vpipe.schedules import CsvFile
 
 if TYPE_CHECKING:
     from vpipe.app.train.job import Job
-
-SLOW_S = 2.0
-"""Time after which it is shown that a checkpoint is being read."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,8 @@ def newest_intact(run: Path, root: Path) -> ResumePoint | None:
     for checkpoint in reversed(Checkpoints(root).all()):
         try:
             manifest = Manifest.load(checkpoint)
-            found = Checkpoint(checkpoint, manifest).damage(_progress(f"looking at {checkpoint.name}"))
+            with byte_progress(f"checking {checkpoint.name}") as progress:
+                found = Checkpoint(checkpoint, manifest).damage(progress)
         except UserError as error:
             found = [error.problems[0].what]
         else:
@@ -104,19 +102,6 @@ def newest_intact(run: Path, root: Path) -> ResumePoint | None:
                 return ResumePoint(run, checkpoint.absolute(), manifest)
         print(f"{checkpoint.name} is skipped: {found[0]}", file=sys.stderr, flush=True)
     return None
-
-
-def _progress(what: str) -> Callable[[int, int], None]:
-    """Return a callback that prints the progress of ``what``, when it takes long."""
-    shown_at = monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal shown_at
-        if monotonic() - shown_at > SLOW_S:
-            shown_at = monotonic()
-            print(f"{what}: {100 * done // total} %", file=sys.stderr, flush=True)
-
-    return progress
 
 
 # -- runs whose ranks torchrun or srun starts again ----------------------------------------------------------------
