@@ -29,7 +29,7 @@ from vpipe.schedules import registry as schedules
 from vpipe.testing import compare
 
 KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]] = {
-    "vpipe.models": ("model", models.model_named, models.model_names,
+    "vpipe.models": ("model", models.family_named, models.model_names,
                      "from vpipe.app.families.registry import register_model\n@register_model('{name}')\n"
                      "def made(settings):\n    return None\n"),
     "vpipe.datasets": ("data set", data_sets.dataset_named, data_sets.dataset_names,

@@ -19,7 +19,7 @@ from torch import Tensor
 from ways import WAYS, Way
 
 from vpipe import Execution, Pipeline, Transfers
-from vpipe.app.families.registry import ModelSettings, model_named
+from vpipe.app.families.registry import ModelSettings, family_named
 
 BATCH, LENGTH, WORDS, PREDICTIONS, MICROBATCHES = 8, 64, 8192, 8, 4
 BEFORE, AFTER = 3, 6
@@ -68,8 +68,8 @@ def batches() -> Iterator[dict[str, Tensor]]:
 
 def pipeline(schedule: str) -> Pipeline:
     """Four blocks of 768 in two stages, with AdamW."""
-    model = model_named("bert")(ModelSettings(vocab_size=WORDS, num_layers=4, hidden_size=768, num_heads=12,
-                                              sequence_length=LENGTH))
+    model = family_named("bert").factory(ModelSettings(vocab_size=WORDS, num_layers=4, hidden_size=768, num_heads=12,
+                                                       sequence_length=LENGTH))
     return Pipeline(model, partial(torch.optim.AdamW, lr=1e-4, fused=True), stages=2, schedule=schedule,
                     microbatches=MICROBATCHES, transfers=Transfers(timeout_s=300), execution=Execution(device="cpu"))
 

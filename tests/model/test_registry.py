@@ -9,18 +9,18 @@ import pytest
 
 from vpipe.app.families import registry
 from vpipe.app.families.bert import bert_from_settings
-from vpipe.app.families.registry import ModelSettings, model_named, model_names, register_model
+from vpipe.app.families.registry import ModelSettings, family_named, model_names, register_model
 from vpipe.errors import UserError
 from vpipe.model.model import Model
 
 
 def test_registry_finds_built_in_families_and_names_the_nearest() -> None:
-    assert model_named("bert") is bert_from_settings
+    assert family_named("bert").factory is bert_from_settings
     assert "bert" in model_names()
     with pytest.raises(UserError, match=r"no model is called 'berd'\nhint: did you mean 'bert'\?"):
-        model_named("berd")
+        family_named("berd")
     with pytest.raises(UserError, match="no model is called 'layer'"):
-        model_named("layer")  # a file of the package, but no family
+        family_named("layer")  # a file of the package, but no family
 
 
 def test_registry_refuses_a_second_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,5 +49,5 @@ def test_registry_reads_installed_packages(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(registry, "_families", dict(registry._families))
     assert "outsider" in model_names()
     assert "outsider" not in sys.modules, "listing names imports no foreign code"
-    assert len(model_named("outsider")(ModelSettings(vocab_size=50, preset="tiny"))) == 5
+    assert len(family_named("outsider").factory(ModelSettings(vocab_size=50, preset="tiny"))) == 5
     del sys.modules["outsider"]

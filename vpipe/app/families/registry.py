@@ -205,11 +205,6 @@ def _import_own(name: str) -> None:
             import_module(f"vpipe.app.families.{module}")
 
 
-def model_named(name: str) -> Factory:
-    """Return the factory of the family ``name``. Raises UserError, with the nearest name, when there is none."""
-    return family_named(name).factory
-
-
 def model_names() -> list[str]:
     """Return every family: built in, registered so far, and announced by installed packages."""
     for module in pkgutil.iter_modules(vpipe.app.families.__path__, prefix="vpipe.app.families."):
