@@ -9,30 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import WIDTH, WORDS, Frozen, Head, RawMatmul, Words, rich_batches
-from oracles import Momentum, equals_its_oracle
+from models import WIDTH, Frozen, Head, RawMatmul, Recurrent, Words, between, rich_batches
+from oracles import Momentum, equals_its_oracle, pipeline_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.side_effects import WATCHED
-from vpipe.testing import TrainingRecipe, flush_oracle
 
 Build = Callable[[], nn.Module]
 
 
 def model_of(*builds: Build) -> Model:
     """Words, these layers, head."""
-    return Model([Layer("words", Words, ("ids",), ("h",)),
-                  *(Layer(f"layer{i}", build) for i, build in enumerate(builds)),
-                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    return between(*(Layer(f"layer{i}", build) for i, build in enumerate(builds)))
 
 
 def assert_exact(model: Model, schedule: str = "1f1b", partition: Sequence[int] = (1, 2, 1),
-                 recompute: float | list[Any] = 0.0, batches: int = 2, executor: str = "overlapped") -> Pipeline:
+                 recompute: float | list[Any] = 0.0, executor: str = "overlapped") -> Pipeline:
     """Train with four microbatches per batch, in flight together, and by plain PyTorch or the oracle: the same."""
-    return equals_its_oracle(model, rich_batches(batches, 8), schedule=schedule, partition=list(partition),
+    return equals_its_oracle(model, rich_batches(2, 8), schedule=schedule, partition=list(partition),
                              recompute=recompute, executor=executor, optimizer=Momentum())[0]
 
 
@@ -122,27 +119,16 @@ CHANGING: dict[str, Build] = {"normaliser": Normaliser, "counter": Counter, "qua
 
 
 @pytest.mark.parametrize("name", CHANGING)
-@pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "overlapped"), ("zb_h1", "overlapped"),
-                                                    pytest.param("gpipe", "async_threaded",
-                                                                 marks=pytest.mark.extras("async_threaded"))])
-def test_recompute_of_what_a_forward_changes_equals_plain_pytorch(name: str, schedule: str, executor: str) -> None:
-    build = CHANGING[name]
-    assert_exact(model_of(build, build), schedule, [2, 2], 1.0, executor=executor)
-    if schedule == "1f1b":
-        assert_exact(model_of(build, build), schedule, [1, 3], [[], [1]])
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_changes_of_a_forward_while_several_microbatches_are_in_flight(name: str) -> None:
-    """The backward of one finds in its graph what its own forward made, though others have changed it since."""
-    assert_exact(model_of(CHANGING[name], CHANGING[name]), "zb_h1" if name == "normaliser" else "1f1b", [2, 1, 1])
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_recompute_of_what_a_forward_changes_equals_the_oracle(name: str) -> None:
-    """With several versions in flight."""
-    build = CHANGING[name]
-    assert_exact(model_of(build, build), "pipedream", [1, 1, 1, 1], 1.0)
+@pytest.mark.parametrize(("schedule", "partition", "recompute", "executor"), [
+    ("1f1b", [2, 2], 1.0, "overlapped"), ("1f1b", [1, 3], [[], [1]], "overlapped"),
+    ("1f1b", [2, 1, 1], 0.0, "overlapped"),
+    ("zb_h1", [2, 2], 1.0, "overlapped"), ("zb_h1", [2, 1, 1], 0.0, "overlapped"),
+    ("pipedream", [1, 1, 1, 1], 1.0, "overlapped"),
+    pytest.param("gpipe", [2, 2], 1.0, "async_threaded", marks=pytest.mark.extras("async_threaded"))])
+def test_what_a_forward_changes_is_exact_with_several_microbatches_in_flight(
+        name: str, schedule: str, partition: list[int], recompute: float | list[Any], executor: str) -> None:
+    """A backward finds in its graph, or recomputes, what its own forward made, though others have changed it since."""
+    assert_exact(model_of(CHANGING[name], CHANGING[name]), schedule, partition, recompute, executor)
 
 
 def test_a_recomputed_layer_keeps_what_its_forwards_made_and_shares_what_it_shared() -> None:
@@ -207,8 +193,8 @@ def test_a_recompute_draws_the_same_random_numbers_and_takes_none_away(source: s
     for recompute in (0.0, 1.0):
         random.seed(3)
         np.random.seed(3)
-        pipe = Pipeline(model_of(lambda: Skipped(source), lambda: Skipped(source)), Momentum(),
-                        stages=Cut([1, 2, 1], recompute=recompute), microbatches=4, seed=2)
+        pipe = pipeline_of(model_of(lambda: Skipped(source), lambda: Skipped(source)), partition=[1, 2, 1],
+                           recompute=recompute)
         runs.append([*(step.loss for step in pipe.train(rich_batches(2, 8))), random.random(), np.random.rand(),
                      *(float(value.sum()) for value in pipe.state_dict().values())])
     assert runs[0] == runs[1]
@@ -241,9 +227,7 @@ def test_a_buffer_that_a_layer_hands_on_is_what_it_was_at_its_forward(recompute:
         def forward(self, h: Tensor, n: Tensor) -> Tensor:
             return torch.tanh(h + n / 8)
 
-    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("counts", Counts, ("h",), ("h", "n")),
-                   Layer("adds", Adds, ("h", "n"), ("h",)), Layer("head", Head, ("h", "labels"), ("loss",))],
-                  batch=("ids", "labels"))
+    model = between(Layer("counts", Counts, ("h",), ("h", "n")), Layer("adds", Adds, ("h", "n"), ("h",)))
     assert_exact(model, "gpipe", [2, 2], recompute)
     assert_exact(model, "1f1b", [1, 1, 2], recompute)
 
@@ -300,24 +284,13 @@ def test_a_table_that_grows_with_longer_samples_is_exact_where_it_is_recomputed(
                 self.table = torch.arange(float(h.shape[1]))[:, None]
             return torch.tanh(self.linear(h) + self.table[:h.shape[1]] / len(self.table))
 
-    model, batches = model_of(Grows, Grows), [*rich_batches(2, 8), *rich_batches(2, 8, lengths=(9, 7))]
-    pipe = Pipeline(model, Momentum(), stages=Cut([1, 2, 1], recompute=1.0), microbatches=4, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    plain = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 4, 2))
-    assert losses == plain.losses
+    pipe, _ = equals_its_oracle(model_of(Grows, Grows), rich_batches(2, 8), rich_batches(2, 8, lengths=(9, 7)),
+                                partition=[1, 2, 1], recompute=1.0, optimizer=Momentum())
     pipe.evaluate(rich_batches(1, 8, lengths=(11,)))
-    assert len(list(pipe.train(batches[:1]))) == 1
+    assert len(list(pipe.train(rich_batches(1, 8)))) == 1
 
 
 # -- changes in place behind a cut ---------------------------------------------------------------------
-
-
-def calls(function: Callable[[Tensor], Tensor]) -> Build:
-    class Calls(nn.Module):
-        def forward(self, h: Tensor) -> Tensor:
-            return function(h)
-
-    return Calls
 
 
 class InPlace(nn.Module):
@@ -352,14 +325,16 @@ def test_changing_the_input_of_a_stage_in_place_is_exact(change: str, schedule: 
 
 def skipping(change: Callable[[Tensor], Tensor]) -> Model:
     """A layer changes in place what the one before has read and a later one on another stage reads, changed."""
+    class Doubles(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h * 2
+
     class Adds(nn.Module):
         def forward(self, h: Tensor, g: Tensor) -> Tensor:
             return torch.tanh(h + g)
 
-    return Model([Layer("words", Words, ("ids",), ("h",)), Layer("first", calls(lambda h: h * 2), ("h",), ("g",)),
-                  Layer("changes", lambda: InPlace(change), ("h",), ("k",)),
-                  Layer("adds", Adds, ("h", "g"), ("g",)), Layer("adds2", Adds, ("k", "g"), ("h",)),
-                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    return between(Layer("first", Doubles, ("h",), ("g",)), Layer("changes", lambda: InPlace(change), ("h",), ("k",)),
+                   Layer("adds", Adds, ("h", "g"), ("g",)), Layer("adds2", Adds, ("k", "g"), ("h",)))
 
 
 @pytest.mark.parametrize("recompute", [0.0, [[], [2], []], 1.0])
@@ -392,13 +367,11 @@ def test_a_skip_that_its_rank_keeps_for_a_later_stage_is_not_changed_by_another_
 
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
 def test_an_input_without_a_gradient_may_be_changed_in_place(recompute: float) -> None:
-    model = Model([Layer("words", Frozen, ("ids",), ("h",)), Layer("changes", lambda: InPlace(F.relu_)),
-                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    assert_exact(model, "1f1b", [1, 1, 1], recompute)
+    assert_exact(words_of(Frozen, lambda: InPlace(F.relu_)), "1f1b", [1, 1, 1], recompute)
 
 
 def test_a_layer_that_changes_nothing_gets_its_input_as_it_came_and_one_that_does_gets_it_without_a_copy() -> None:
-    seen: dict[str, list[tuple[bool, int]]] = {}
+    seen: dict[str, list[tuple[bool, int, int]]] = {"still": [], "changes": []}
 
     class Looks(InPlace):
         def __init__(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -406,22 +379,16 @@ def test_a_layer_that_changes_nothing_gets_its_input_as_it_came_and_one_that_doe
             self.name = name
 
         def forward(self, h: Tensor) -> Tensor:
-            seen.setdefault(self.name, []).append((h.is_leaf, h.data_ptr()))
-            return super().forward(h)
+            output = super().forward(h)
+            seen[self.name].append((h.is_leaf, h.data_ptr(), output.data_ptr()))
+            return output
 
-    pipe = Pipeline(model_of(lambda: Looks("still", lambda h: h), RawMatmul, lambda: Looks("changes", F.relu_)),
-                    Momentum(), stages=[1, 1, 1, 1, 1], schedule="1f1b", microbatches=4, seed=2)
-    taken = []
-    for stage in pipe.engine.local_stages:
-        forward = stage.forward
-        stage.forward = lambda received, *rest, stage=stage, forward=forward, **options: (  # type: ignore
-            taken.append((stage.spec.index, [t.data_ptr() for t in received])),
-            forward(received, *rest, **options))[1]
+    pipe = pipeline_of(model_of(lambda: Looks("still", lambda h: h), lambda: Looks("changes", F.relu_)), stages=4)
     list(pipe.train(rich_batches(3, 8)))
-    assert [leaf for leaf, _ in seen["still"]] == [False] * WATCHED + [True] * (12 - WATCHED)
-    assert not any(leaf for leaf, _ in seen["changes"])
-    memory = [pointers[0] for index, pointers in taken if index == 3]
-    assert [pointer for _, pointer in seen["changes"]][WATCHED:] == memory[WATCHED:], "an alias"
+    assert [leaf for leaf, *_ in seen["still"]] == [False] * WATCHED + [True] * (12 - WATCHED)
+    assert not any(leaf for leaf, *_ in seen["changes"])
+    handed_on, taken = [memory for *_, memory in seen["still"]], [memory for _, memory, _ in seen["changes"]]
+    assert taken[WATCHED:] == handed_on[WATCHED:], "an alias"
 
 
 def test_a_layer_that_changes_its_input_late_is_refused() -> None:
@@ -461,18 +428,15 @@ def test_gradients_that_a_forward_takes_are_exact_where_it_is_recomputed(schedul
     assert pipe.state_dict()["layer0.norm.num_batches_tracked"] == 8
 
 
-class Renorming(nn.Module):
+class Renorming(Words):
     def __init__(self) -> None:
         super().__init__()
-        self.word = nn.Embedding(WORDS, WIDTH, max_norm=1.0)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.word(ids)
+        self.word.max_norm = 1.0
 
 
-def words_of(build: Build) -> Model:
-    """A first layer that changes its parameters in its forward."""
-    return Model([Layer("words", build, ("ids",), ("h",)), Layer("raw", RawMatmul),
+def words_of(build: Build, then: Build = RawMatmul) -> Model:
+    """A first layer of one's own, and one behind it."""
+    return Model([Layer("words", build, ("ids",), ("h",)), Layer("then", then),
                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
 
@@ -523,11 +487,10 @@ class Backward(Words):
     (Replaces, "1f1b", 0.0, "error: 'words.word.weight' was replaced by another parameter in a forward, which no "
                             "optimizer steps\nhint: make the parameter when the layer is built, and let an optimizer "
                             "change it"),
-    (Backward, "1f1b", 0.0, "error: 'words.word.weight' got a gradient in a forward: its layer calls backward() there\n"
-                            "hint: take gradients in a forward with torch.autograd.grad, or add the term to the loss"),
-    (Backward, "pipedream", 1.0, "error: 'words.word.weight' got a gradient in a forward: its layer calls backward() "
-                                 "there\nhint: take gradients in a forward with torch.autograd.grad, or add the term "
-                                 "to the loss")])
+    *((Backward, schedule, recompute,
+       "error: 'words.word.weight' got a gradient in a forward: its layer calls backward() there\nhint: take gradients "
+       "in a forward with torch.autograd.grad, or add the term to the loss")
+      for schedule, recompute in (("1f1b", 0.0), ("pipedream", 1.0)))])
 def test_a_forward_that_changes_parameters_is_refused(build: Build, schedule: str, recompute: float, text: str) -> None:
     pipe = Pipeline(words_of(build), Momentum(), Cut([1, 1, 1], recompute=recompute), schedule, 4)
     with pytest.raises(UserError) as error:
@@ -535,30 +498,15 @@ def test_a_forward_that_changes_parameters_is_refused(build: Build, schedule: st
     assert str(error.value) == text
 
 
-class Flattens(nn.LSTM):
+class Flattens(Recurrent):
     """Puts its parameters into other memory in every forward, as flatten_parameters does on a GPU."""
 
-    def forward(self, h: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor) -> Tensor:
         for parameter in self.parameters():
             parameter.data = parameter.data.clone()
-        return super().forward(h)[0].contiguous()
+        return super().forward(hidden)
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", 0.0), ("zb_h1", 1.0), ("pipedream", 0.0)])
 def test_recurrent_layers_may_flatten_their_parameters_in_forward(schedule: str, recompute: float) -> None:
-    def build() -> nn.Module:
-        return Flattens(WIDTH, WIDTH, batch_first=True)
-
-    model, plain = model_of(build), model_of(lambda: Rolls(WIDTH, WIDTH, batch_first=True))
-    pipe = Pipeline(model, Momentum(), stages=Cut([1, 1, 1], recompute=recompute), schedule=schedule, microbatches=4,
-                    seed=2)
-    same = Pipeline(plain, Momentum(), stages=[1, 1, 1], schedule=schedule, microbatches=4, seed=2)
-    batches = rich_batches(2, 8)
-    assert [step.loss for step in pipe.train(batches)] == [step.loss for step in same.train(batches)]
-    ours, theirs = pipe.state_dict(), same.state_dict()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-class Rolls(nn.LSTM):
-    def forward(self, h: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(h)[0].contiguous()
+    assert_exact(model_of(Flattens), schedule, [1, 1, 1], recompute)
