@@ -8,32 +8,20 @@ from typing import Any
 import pytest
 import torch
 from models import MeanSquare
-from pipelines import parts
+from oracles import pipeline_of
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError
 from vpipe.runtime.layer_errors import describe_tensors, hint_of
 
-WIDTH, MICROBATCHES = 6, 4
+WIDTH, MICROBATCHES = 6, 4  # as pipeline_of has them
 
 FORWARD_HINT = "\nhint: make the layer accept these inputs, or change the outputs of the layers before it"
 BACKWARD_HINT = "\nhint: torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
 
 EXECUTORS = [("naive", "gpipe"), ("overlapped", "1f1b"), ("overlapped", "pipedream"), ("overlapped", "zb_h1"),
              pytest.param("async_threaded", "gpipe", marks=pytest.mark.extras("async_threaded"))]
-
-
-class RaisesInBackward(torch.autograd.Function):
-    """Hands on what it gets, and refuses its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ZeroDivisionError("no gradient today")
 
 
 class Broken(nn.Module):
@@ -50,8 +38,15 @@ class Broken(nn.Module):
         if self.where == ("forward" if torch.is_grad_enabled() else "evaluation") or \
                 (self.where == "recompute" and self.forwards > 1):
             raise IndexError("out of luck")
+        if self.where == "seventh" and self.forwards == 7:
+            raise ValueError("the seventh")
         x = self.linear(x)
-        return RaisesInBackward.apply(x) if self.where == "backward" else x  # type: ignore[no-untyped-call,no-any-return]
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(self.refuse)
+        return x
+
+    def refuse(self, gradient: Tensor) -> None:
+        raise ZeroDivisionError("no gradient today")
 
 
 def model(*middle: Callable[[], nn.Module]) -> Model:
@@ -61,23 +56,21 @@ def model(*middle: Callable[[], nn.Module]) -> Model:
     return Model([*layers, Layer("loss", MeanSquare, outputs=("loss",))], batch=("x",))
 
 
-def pipeline(of: Model, executor: str = "overlapped", schedule: str = "1f1b", **more: Any) -> Pipeline:
-    return Pipeline(of,
-                    **parts(stages=2, schedule=schedule, executor=executor, **{"microbatches": MICROBATCHES, **more},
-                            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
+def pipeline(of: Model, **words: Any) -> Pipeline:
+    return pipeline_of(of, **{"stages": 2, "schedule": "1f1b", "optimizer": torch.optim.SGD, **words})
 
 
-def error_of(pipe: Pipeline) -> RunError:
+def error_of(pipe: Pipeline, batch: dict[str, Tensor] | None = None) -> RunError:
     with pytest.raises(RunError) as caught:
-        list(pipe.train([{"x": torch.ones(2 * MICROBATCHES, WIDTH)}]))
+        list(pipe.train([batch or {"x": torch.ones(2 * MICROBATCHES, WIDTH)}] * 2))
     assert caught.value.__cause__ is not None
     return caught.value
 
 
 @pytest.mark.parametrize(("executor", "schedule"), EXECUTORS)
 def test_the_forward_of_a_layer(executor: str, schedule: str) -> None:
-    pipe = pipeline(model(nn.Identity, lambda: Broken("forward")), executor, schedule, partition=[2, 2])
-    error = error_of(pipe)
+    error = error_of(pipeline(model(nn.Identity, lambda: Broken("forward")), executor=executor, schedule=schedule,
+                              partition=[2, 2]))
     assert str(error) == ("error: the forward of layer 2 'middle1' on h float32[2, 6] raised IndexError: out of luck "
                           f"(rank 1, stage 1, microbatch 0, action 1F0){FORWARD_HINT}")
     assert isinstance(error.__cause__, IndexError)
@@ -86,8 +79,8 @@ def test_the_forward_of_a_layer(executor: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(("executor", "schedule"), EXECUTORS)
 def test_the_backward_of_a_stage(executor: str, schedule: str) -> None:
-    pipe = pipeline(model(lambda: Broken("backward"), nn.ReLU, nn.Dropout), executor, schedule, partition=[4, 1])
-    error = error_of(pipe)
+    error = error_of(pipeline(model(lambda: Broken("backward"), nn.ReLU, nn.Dropout), executor=executor,
+                              schedule=schedule, partition=[4, 1]))
     last_first = executor == "async_threaded"
     assert str(error) == (
         "error: the backward of one of the layers 0 'first' to 3 'middle2' on the gradient of h float32[2, 6] raised "
@@ -96,18 +89,19 @@ def test_the_backward_of_a_stage(executor: str, schedule: str) -> None:
     assert isinstance(error.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize(("recompute", "layers"), [
-    (1.0, "one of the layers 0 'first' to 2 'middle1'"), ([[0, 2], []], "layer 1 'middle0'")])
-def test_the_backward_of_layers_that_are_recomputed_together(recompute: float | list[list[int]], layers: str) -> None:
-    error = error_of(pipeline(model(lambda: Broken("backward"), nn.ReLU), partition=[3, 1], recompute=recompute))
-    assert str(error).startswith(f"error: the backward of {layers} on the gradient of h float32[2, 6] raised ")
-
-
-def test_the_forward_that_recomputes() -> None:
-    error = error_of(pipeline(model(lambda: Broken("recompute")), partition=[2, 1], recompute=1.0, microbatches=1))
-    assert str(error).startswith(
-        "error: recomputing for a backward, the forward of layer 1 'middle0' on h float32[8, 6] raised IndexError: out "
-        "of luck (rank 0, stage 0, microbatch 0, action 0")
+@pytest.mark.parametrize(("broken", "words", "text"), [
+    ("backward", {"partition": [3, 1], "recompute": 1.0},
+     "the backward of one of the layers 0 'first' to 2 'middle1' on the gradient of h float32[2, 6] raised "),
+    ("backward", {"partition": [3, 1], "recompute": [[0, 2], []]},
+     "the backward of layer 1 'middle0' on the gradient of h float32[2, 6] raised "),
+    ("recompute", {"partition": [3, 1], "recompute": 1.0, "microbatches": 1},
+     "recomputing for a backward, the forward of layer 1 'middle0' on h float32[8, 6] raised IndexError: out of luck "
+     "(rank 0, stage 0, microbatch 0, action 0"),
+    ("seventh", {"partition": [3, 1]}, "the forward of layer 1 'middle0' on h float32[2, 6] raised ValueError: the "
+                                     "seventh (rank 0, stage 0, microbatch 6, action 0F2)")])
+def test_layers_that_are_recomputed_together_and_microbatches_of_the_run_are_named(
+        broken: str, words: dict[str, Any], text: str) -> None:
+    assert str(error_of(pipeline(model(lambda: Broken(broken), nn.ReLU), **words))).startswith(f"error: {text}")
 
 
 def test_an_evaluation() -> None:
@@ -118,21 +112,18 @@ def test_an_evaluation() -> None:
                                         "out of luck (rank 1, stage 1, microbatch 0, action 1F0 of an evaluation)\n")
 
 
-def test_a_plain_tensor_that_meets_a_dtensor() -> None:
-    def raising(shared: bool) -> str:
-        class Mixed(Broken):
-            def forward(self, x: Tensor) -> Tensor:
-                raise RuntimeError("aten.addmm.default got mixed torch.Tensor and DTensor")
+@pytest.mark.parametrize(("sharded", "what"), [
+    (False, "of the layer 'linear.weight', 'linear.bias' are plain tensors: "),
+    (True, "all parameters of the layer are DTensors, and an input or a buffer is not: ")])
+def test_a_plain_tensor_that_meets_a_dtensor(sharded: bool, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mixed(Broken):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("aten.addmm.default got mixed torch.Tensor and DTensor")
 
-        monkey = pytest.MonkeyPatch()
-        with monkey.context() as patch:
-            patch.setattr("vpipe.runtime.layer_errors.is_sharded", lambda tensor: shared)
-            return str(error_of(pipeline(model(lambda: Mixed(""))))).rpartition("hint: ")[2]
-
-    remedy = (": name every module that meets DTensors in the plan of parallelize_module, or let those before it "
-              "return plain tensors (use_local_output=True)")
-    assert raising(False) == f"of the layer 'linear.weight', 'linear.bias' are plain tensors{remedy}"
-    assert raising(True).startswith("all parameters of the layer are DTensors, and an input or a buffer is not: name")
+    monkeypatch.setattr("vpipe.runtime.layer_errors.is_sharded", lambda tensor: sharded)
+    assert str(error_of(pipeline(model(lambda: Mixed(""))))).rpartition("hint: ")[2] == (
+        f"{what}name every module that meets DTensors in the plan of parallelize_module, or let those before it return "
+        "plain tensors (use_local_output=True)")
 
 
 def test_errors_outside_layers_name_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,27 +147,9 @@ def test_a_layer_that_cannot_be_built() -> None:
 
 def test_the_loss_of_a_sequential_model_is_of_its_last_layer() -> None:
     whole = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), loss=nn.CrossEntropyLoss())
-    pipe = pipeline(whole)
-    with pytest.raises(RunError) as caught:
-        list(pipe.train([{"input": torch.ones(8, 3), "target": torch.full((8,), 3)}]))
-    assert str(caught.value).startswith("error: the forward of layer 2 '2' on h float32[2, 3], target int64[2] raised "
-                                        "IndexError: Target 3 is out of bounds. (rank 1, stage 1, microbatch 0, ")
-
-
-def test_a_microbatch_is_named_by_its_number_in_the_run() -> None:
-    class Seventh(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 7:
-                raise ValueError("the seventh")
-            return x
-
-    pipe = pipeline(model(Seventh))
-    with pytest.raises(RunError) as caught:
-        list(pipe.train([{"x": torch.ones(2 * MICROBATCHES, WIDTH)}] * 2))
-    assert "raised ValueError: the seventh (rank 1, stage 1, microbatch 6, action 1F2)" in str(caught.value)
+    error = error_of(pipeline(whole), {"input": torch.ones(8, 3), "target": torch.full((8,), 3)})
+    assert str(error).startswith("error: the forward of layer 2 '2' on h float32[2, 3], target int64[2] raised "
+                                 "IndexError: Target 3 is out of bounds. (rank 1, stage 1, microbatch 0, ")
 
 
 def test_another_device_is_shown() -> None:
