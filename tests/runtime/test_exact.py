@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import plain_sequential, rich_batches, rich_model, sequential_batches, untied_model
+from models import rich_batches, rich_model, untied_model
 from oracles import (
     DECAY_AND_CLIP,
     AdamW,
@@ -25,15 +25,6 @@ from torch import Tensor, nn
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch
-from vpipe.testing import evaluate_oracle
-
-
-@pytest.mark.parametrize(("partition", "recompute"), [
-    ([3, 3, 2], 0.0), ([1, 1, 6], 0.5), ([5, 2, 1], 1.0), ([3, 3, 2], [1.0, 0.0, 0.7]), ([1, 1, 6], [0.0, 1.0, 0.5])])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_flush_equals_plain_pytorch(schedule: str, partition: list[int], recompute: float | list[float]) -> None:
-    equals_its_oracle(untied_model, rich_batches(3, 8), schedule=schedule, partition=partition, recompute=recompute,
-                      **DECAY_AND_CLIP)
 
 
 @settings(deadline=None, max_examples=8)
@@ -49,24 +40,6 @@ def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
                                 schedule=schedule, partition=partition, recompute=recompute, **DECAY_AND_CLIP)
     assert [set().union(*({i for i, _, _ in span.layers} for span in stage._spans if span.recomputed))
             for stage in pipe.engine.local_stages] == list(map(set, recompute))
-
-
-@pytest.mark.parametrize("partition", [[3, 3, 2], [8], [2, 2, 2, 2]])
-def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition: list[int]) -> None:
-    equals_its_oracle(rich_model, rich_batches(5, 6), schedule="1f1b", partition=partition, recompute=0.5,
-                      optimizer=Momentum(), microbatches=3, grad_clip=0.3)
-
-
-@pytest.mark.parametrize(("partition", "recompute", "update_every"), [
-    ([3, 3, 2], 0.6, 1), ([3, 3, 2], 0.0, 4), ([1] * 8, 0.0, 1), ([1] * 8, 0.6, 2)])
-def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, update_every: int) -> None:
-    pipe, steps = equals_its_oracle(rich_model, rich_batches(3, 8), schedule="pipedream", partition=partition,
-                                    recompute=recompute, update_every=update_every, **DECAY_AND_CLIP)
-    assert len(steps) == 12 // update_every
-    for worker in pipe.engine.workers.values():
-        for s, stage in worker.stages.items():
-            assert stage.weights.most_versions <= len(partition) - s
-            assert worker.peak_activations[s] <= len(partition) - s
 
 
 def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_versions() -> None:
@@ -90,40 +63,6 @@ def test_a_flush_schedule_holds_one_version_and_copies_nothing() -> None:
     assert len(list(pipe.train(rich_batches(3, 8)))) == 3
     assert memory == [[value.data_ptr() for value in stage.weights.values(stage.weights.names)] for stage in stages]
     assert [stage.weights.most_versions for stage in stages] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_any_partition_and_schedule_with_a_flush_gives_the_same_run(schedule: str) -> None:
-    runs = []
-    for stages, recompute in ((1, 0.0), (2, 1.0), (6, 0.0)):
-        pipe = Pipeline(plain_sequential(), lambda params: torch.optim.Adam(params, lr=1e-2),
-                        stages=Cut(stages, recompute=recompute), schedule=schedule, microbatches=2, seed=3)
-        runs.append([step.loss for step in pipe.train(sequential_batches(4, 8))])
-    assert runs[0] == runs[1] == runs[2]
-
-
-def test_evaluation_between_steps_with_a_flush_changes_nothing() -> None:
-    model, batches = rich_model(), rich_batches(4, 8)
-
-    def losses(evaluate: bool) -> list[float]:
-        pipe = Pipeline(model, AdamW(), stages=Cut(3, recompute=1.0), schedule="1f1b", microbatches=4, seed=2)
-        result = []
-        for step in pipe.train(batches):
-            result.append(step.loss)
-            if evaluate:
-                pipe.evaluate(rich_batches(3, 4, seed=9))
-        return result
-
-    assert losses(evaluate=True) == losses(evaluate=False)
-
-
-def test_evaluation_equals_plain_evaluation() -> None:
-    model, held_out = rich_model(), rich_batches(5, 8, seed=9)
-    pipe = Pipeline(model, AdamW(), stages=Cut(3, recompute=0.5), schedule="gpipe", microbatches=2, seed=2)
-    list(pipe.train(rich_batches(2, 8)))
-    state = pipe.state_dict()
-    state["head.decoder.weight"] = state["embed.word.weight"]
-    assert pipe.evaluate(held_out) == evaluate_oracle(model, state, held_out, 2)
 
 
 @pytest.mark.parametrize(("warmup", "drained_at"), [(None, (12, 35)), ((6, 4, 2, 0), (15, 38))])
