@@ -245,14 +245,17 @@ def frozen_front() -> Model:
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which keeps a list of its parameters beside the table that ``named_parameters`` reads."""
+    """An LSTM, which keeps a list of its parameters beside the table that ``named_parameters`` reads.
+
+    What it hands on is contiguous, see :class:`Normed`: its output in fp16 is not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.lstm(hidden)[0]
+        return self.lstm(hidden)[0].contiguous()
 
 
 def recurrent_model() -> Model:

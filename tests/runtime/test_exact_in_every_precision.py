@@ -1,4 +1,4 @@
-"""Every precision computes what its oracle says, bit for bit: it shares no code with the engine but the layers."""
+"""Overflows, checkpoints and evaluations in every precision, bit for bit; runs are in test_compositions.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import Embed, Head, Mixed, RawMatmul, rich_batches, rich_model, thrice_tied_model, untied_model
-from oracles import DECAY_AND_CLIP, assert_same, equals_its_oracle, oracle_of, pipeline_of, saved
-from test_every_schedule import STREAMS, cut
+from models import Embed, Head, Mixed, RawMatmul, rich_batches, rich_model, untied_model
+from oracles import DECAY_AND_CLIP, AdamW, assert_same, equals_its_oracle, oracle_of, pipeline_of, saved
 from torch import Tensor
 
 from vpipe import Layer, Model
+from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.testing import InitialState, ReferencePrecision, evaluate_oracle, reference_optimizer
 
 REDUCED = ["bf16", "bf16_pure", "fp16"]
@@ -20,40 +20,6 @@ REDUCED = ["bf16", "bf16_pure", "fp16"]
 
 def arranged(precision: str, **words: Any) -> dict[str, Any]:
     return {"precision": precision, **DECAY_AND_CLIP, **words}
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "chimera"])
-def test_bf16_under_schedules_of_every_kind_with_a_flush(name: str) -> None:
-    equals_its_oracle(untied_model, rich_batches(2, 8), **arranged("bf16", schedule=name, partition=cut(name),
-                                                                   recompute=0.5))
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_bf16_under_every_schedule_without_a_flush(name: str) -> None:
-    equals_its_oracle(rich_model, rich_batches(3, 8), **arranged("bf16", schedule=name, partition=[3, 3, 2],
-                                                                 recompute=0.5, update_every=4))
-
-
-@pytest.mark.parametrize("precision", ["bf16_pure", "fp16"])
-@pytest.mark.parametrize(("arguments", "scale"), [
-    ({"schedule": "gpipe", "partition": [3, 5]}, None),
-    ({"schedule": "zb_v", "partition": [2, 2, 2, 2]}, 1000.0),
-    ({"schedule": "1f1b", "partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]], "recompute": 1.0}, None),
-    ({"schedule": "pipedream", "partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}, 1024.0),
-    ({"schedule": "pipedream", "partition": [3, 5], "recompute": 0.6, "update_every": 2}, 1000.0),
-    ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, 1024.0)])
-def test_pure_and_fp16(precision: str, arguments: dict[str, Any], scale: float | None) -> None:
-    """Replicas, ties, recompute, incomplete updates at the end, a scale that is no power of two."""
-    words = arguments if scale is None or precision != "fp16" else {**arguments, "loss_scale": scale}
-    equals_its_oracle(rich_model, rich_batches(3, 8), **arranged(precision, **words))
-
-
-@pytest.mark.parametrize(("schedule", "precision"), [("1f1b", "bf16"), ("1f1b", "bf16_pure"), ("1f1b", "fp16"),
-                                                     ("pipedream", "fp16"), ("zb_h1", "bf16")])
-def test_a_weight_that_three_stages_share(schedule: str, precision: str) -> None:
-    scale = 1024 if schedule == "pipedream" else None
-    equals_its_oracle(thrice_tied_model, rich_batches(2, 8), **arranged(precision, schedule=schedule, loss_scale=scale,
-                                                                        partition=[2, 1, 2, 1]))
 
 
 # -- overflows that really happen
@@ -83,13 +49,15 @@ def pushed(pushes: Sequence[float]) -> list[dict[str, Tensor]]:
     return made
 
 
-@pytest.mark.parametrize(("schedule", "placement", "scale", "skipped"), [
-    ("1f1b", None, None, {0, 2, 3}), ("gpipe", [[0, 1], [2]], None, {0, 2, 3}), ("zb_h1", None, 4096.0, {2, 3})])
+@pytest.mark.parametrize(("schedule", "placement", "scale", "optimizer", "skipped"), [
+    ("1f1b", None, None, AdamW(), {0, 2, 3}), ("gpipe", [[0, 1], [2]], None, AdamW(), {0, 2, 3}),
+    ("zb_h1", None, 4096.0, OptimizerSettings("nadam", 0.01, weight_decay=0.1), {2, 3})])
 def test_with_a_flush_an_overflow_stops_the_step_on_all_stages(
-        schedule: str, placement: list[list[int]] | None, scale: float | None, skipped: set[int]) -> None:
+        schedule: str, placement: list[list[int]] | None, scale: float | None, optimizer: Any,
+        skipped: set[int]) -> None:
     batches = pushed([20.0, 1.0, 4000.0, 4000.0, 1.0])
     pipe, steps = equals_its_oracle(pushed_model, batches, **arranged(
-        "fp16", loss_scale=scale, schedule=schedule, partition=[2, 4], placement=placement))
+        "fp16", loss_scale=scale, schedule=schedule, partition=[2, 4], placement=placement, optimizer=optimizer))
     assert {step.index for step in steps if step.skipped} == skipped
     if scale is None:
         assert float(pipe.engine.checkpoint_state()["loss_scale.0.value"]) == 65536 / 8
@@ -99,7 +67,9 @@ def test_with_a_flush_an_overflow_stops_the_step_on_all_stages(
 @pytest.mark.parametrize(("tied", "arguments"), [
     (False, {"partition": [6]}), (True, {"partition": [2, 4], "placement": [[0, 1], [2]]}),
     (False, {"partition": [2, 4], "placement": [[0], [1, 2]]}),
-    (True, {"partition": [2, 2, 2], "update_every": 2, "recompute": 1.0})])
+    (True, {"partition": [2, 2, 2], "update_every": 2, "recompute": 1.0}),
+    (False, {"partition": [2, 4], "placement": [[0, 1], [2]], "optimizer": OptimizerSettings(
+        "muon", 0.01, weight_decay=0.1, matrices=hidden_matrices(pushed_model()))})])
 def test_without_a_flush_each_stage_leaves_out_its_own_updates(tied: bool, arguments: dict[str, Any]) -> None:
     _, steps = equals_its_oracle(pushed_model(tied), pushed([20.0, 1.0, 4000.0, 1.0]),
                                  **arranged("fp16", schedule="pipedream", loss_scale=4096, **arguments))

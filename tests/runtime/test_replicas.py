@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import (
     Average,
     checkpointed_model,
@@ -40,16 +38,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vpipe import Cut, Layer, Model, Pipeline
-from vpipe.errors import RunError, UserError
-from vpipe.runtime.step_results import Step
+from vpipe.errors import UserError
 from vpipe.runtime.transport.transport import InProcessTransport, TransferKey, TransferKind
 from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
+from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, both_ways
 from vpipe.testing import evaluate_oracle
 
-WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [one.name for one in RegisteredSchedule.imported() if one.flush and one.chunks > 1]  # several stages per rank
 BOTH_WAYS = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).layout is both_ways]
 
@@ -71,14 +69,6 @@ def pipeline(model: Model, widths: Sequence[int], schedule: str, microbatches: i
 
 
 # -- with a flush
-
-
-@pytest.mark.parametrize(("schedule", "widths"), [
-    *(("1f1b", widths) for widths in WIDTHS), ("gpipe", (2, 1)), ("gpipe", (1, 3, 2)), ("zb_h1", (1, 2)),
-    ("zb_h1", (2, 1, 2))])
-def test_with_a_flush(schedule: str, widths: tuple[int, ...]) -> None:
-    """Seven microbatches, which no width divides; a tie across all stages, dropout, skips, recompute, clipping."""
-    equals_its_oracle(rich_model, rich_batches(2, 7), **arranged(8, widths, schedule, 7, recompute=0.5, grad_clip=0.5))
 
 
 @pytest.mark.parametrize(("name", "ranks", "replicas", "microbatches", "tied"), [
@@ -142,46 +132,15 @@ def test_a_layer_that_draws_its_weights_outside_torch_is_found() -> None:
 # -- without a flush
 
 
-@pytest.mark.parametrize(("widths", "every", "microbatches"), [
-    ((2, 1), 1, 5), ((2, 1), 2, 6), ((1, 2), 2, 6), ((1, 3, 2), 1, 5), ((1, 3, 2), 2, 6), ((2, 2, 2), 1, 5),
-    ((2, 1, 2), 2, 6)])
-def test_pipedream(widths: tuple[int, ...], every: int, microbatches: int) -> None:
-    """Two streams, each of which ends with incomplete rounds, and an evaluation between them."""
-    steps = streams(widths, "pipedream", every, microbatches, first=3)
-    assert [step.learning_rate for step in steps] == [3e-3 * decay(step.index) for step in steps], "of stage 0"
-
-
-@pytest.mark.parametrize(("schedule", "widths", "every"), [
-    ("2bw", (2, 1), 2), ("2bw", (1, 2), 3), ("2bw", (2, 1, 2), 3), ("2bw", (2, 2), 2),
-    ("pipedream_vertical_sync", (2, 2), 1), ("pipedream_vertical_sync", (3, 3), 2)])
-def test_other_schedules_without_a_flush(schedule: str, widths: tuple[int, ...], every: int) -> None:
-    streams(widths, schedule, every, 2 * every, first=3)
-
-
 @pytest.mark.parametrize(("schedule", "widths", "every", "warmup"), [
     ("pipedream", (2, 1, 2), 1, (4, 3, 0)), ("pipedream", (1, 3, 2), 2, (9, 2, 0)), ("pipedream", (3, 1), 1, (2, 0)),
     ("pipedream_vertical_sync", (2, 2), 1, (3, 0)), ("2bw", (1, 2), 4, (3, 0))])
 def test_more_forwards_ahead(schedule: str, widths: tuple[int, ...], every: int, warmup: tuple[int, ...]) -> None:
-    streams(widths, schedule, every, 2 * every, first=7, warmup_depth=warmup)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-@pytest.mark.parametrize("build", [thrice_tied_model, norm_model, checkpointed_model, recurrent_model, frozen_front])
-def test_all_sorts_of_layers(build: Any, schedule: str) -> None:
-    """Ties into several stages, buffers, layers that recompute by themselves or keep lists, nothing to train."""
-    if schedule == "pipedream":
-        streams((2, 1, 3), schedule, 1, 4, first=2, model=build, recompute=1.0, samples=8)
-    else:
-        equals_its_oracle(build, rich_batches(2, 8), **arranged(len(build()), (2, 1, 3), schedule, 4, recompute=1.0,
-                                                                optimizer=Momentum()))
-
-
-def streams(widths: Sequence[int], schedule: str, every: int, microbatches: int, first: int, *,
-            model: Callable[[], Model] = rich_model, samples: int = 0, **words: Any) -> list[Step]:
-    """Train on ``first`` batches, evaluate, train on two more; compare with the oracle."""
-    batches = rich_batches(first + 2, samples or microbatches)
-    return equals_its_oracle(model, batches[:first], batches[first:], **arranged(
-        len(model()), widths, schedule, microbatches, **{"update_every": every, "grad_clip": 0.5, **words}))[1]
+    """Train on seven batches, evaluate, train on two more; other depths are in test_compositions.py."""
+    batches = rich_batches(9, 2 * every)
+    _, steps = equals_its_oracle(rich_model, batches[:7], batches[7:], **arranged(
+        8, widths, schedule, 2 * every, update_every=every, grad_clip=0.5, warmup_depth=warmup))
+    assert [step.learning_rate for step in steps] == [3e-3 * decay(step.index) for step in steps], "of stage 0"
 
 
 @pytest.mark.parametrize(("widths", "every", "warmup"), [
@@ -218,39 +177,22 @@ def test_each_replica_holds_as_few_versions_as_its_depth_asks_for() -> None:
     assert held == [[(6, 6)], [(2, 2)] * 3, [(1, 1)] * 2]
 
 
-def test_replicas_that_drift_apart_are_found() -> None:
-    pipe = pipeline(rich_model(), [2, 1], "1f1b", 4)
-    list(pipe.train(rich_batches(1, 4)))
-    pipe.engine.workers[1].stages[0].weights.leaves()[1].data[0] += 1e-7
-    with pytest.raises(RunError, match=r"stage 0: 'raw0\.w' on rank 1 is not what it is on rank 0"):
-        pipe.state_dict()
-
-
 def timetable(schedule: str, microbatches: int, columns: int) -> list[str]:
     """2-1, each action as soon as it can be; stage 0 takes two columns for a forward, stage 1 one."""
     built = build(schedule, placed([2, 1]), microbatches)
-    rows: list[list[str]] = [[], [], []]
-    free = [0, 0, 0]
-    ends: dict[tuple[Op, int, int], int] = {}
-    todo = [list(program) for program in built.programs]
-    while any(todo):
-        for rank, action in [(rank, program[0]) for rank, program in enumerate(todo) if program]:
-            op, stage, index = action.op, action.stage, action.microbatch
-            needs = {Op.FORWARD: [(op, stage - 1, index)] * stage,
-                     Op.BACKWARD: [(Op.FORWARD, 1, index), (op, 1, index)][:2 - stage],
-                     Op.STEP: [(Op.BACKWARD, stage, i) for i in built.assignment.in_update(stage, index)]}[op]
-            if not all(need in ends for need in needs):
-                continue
-            start = max([free[rank], *(ends[need] for need in needs)])
-            rows[rank] += ["."] * (start - len(rows[rank]))
-            if op is Op.STEP:
-                rows[rank][-1] = "-S" if rows[rank][-1] == "--" else ".S"
+    timeline = simulate(built, Costs((StageCosts(2, 2, 2), StageCosts(1, 1, 1))))
+    rows = []
+    for rank, events in enumerate(timeline.events):
+        row: list[str] = []
+        for event in events:
+            row += ["."] * (int(event.start_s) - len(row))
+            if event.action.op is Op.STEP:
+                row[-1] = "-S" if row[-1] == "--" else ".S"
             else:
-                rows[rank] += [f"{op}{index}"] + ["--"] * ((2 - stage) * (1 if op is Op.FORWARD else 2) - 1)
-            free[rank] = ends[op, stage, index] = len(rows[rank])
-            todo[rank].pop(0)
-    return [f"stage {rank // 2}, rank {rank}  " + " ".join(f"{cell:2}" for cell in (row + ["."] * columns)[:columns])
-            for rank, row in enumerate(rows)]
+                row += [str(event.action)[1:]] + ["--"] * (int(event.end_s - event.start_s) - 1)
+        rows.append(f"stage {rank // 2}, rank {rank}  " + " ".join(
+            f"{cell:2}" for cell in (row + ["."] * columns)[:columns]))
+    return rows
 
 
 def test_the_timetables_of_the_page_are_what_replicas_do() -> None:
@@ -263,14 +205,6 @@ def test_the_timetables_of_the_page_are_what_replicas_do() -> None:
 
 
 # -- what a sum over replicas meets
-
-
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 5), ("zb_h1", 6), ("pipedream", 5)])
-def test_gradients_in_many_buckets(schedule: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket per parameter: most of them leave in the middle of the last backward."""
-    monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
-    equals_its_oracle(rich_model, rich_batches(3, microbatches),
-                      **arranged(8, (2, 3), schedule, microbatches, recompute=0.5))
 
 
 class Noted(nn.Module):
@@ -286,28 +220,38 @@ class Noted(nn.Module):
         return x * 1
 
 
-def test_gradients_leave_before_the_last_backward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which costs no result, but time: the rest of the backward is computed while they travel."""
+def sent_beside_backwards(monkeypatch: pytest.MonkeyPatch, kinds: Mapping[TransferKind, str], optimizer: Any,
+                          stages: Cut) -> list[list[str]]:
+    """Return, of every step after the first, what left a rank and when a backward had come half its way.
+
+    Args:
+        kinds: of transfers, and how to call them, by the sending rank. There is a bucket per parameter.
+    """
     monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
     events: list[str] = []
     send = InProcessTransport.send
 
     def noted(self: InProcessTransport, peer: int, key: TransferKey, *given: Any, **more: Any) -> None:
-        if key.kind == TransferKind.SHARES:
-            events.append("gradient leaves")
+        if key.kind in kinds:
+            events.append(kinds[key.kind].format(self.rank))
         send(self, peer, key, *given, **more)
 
     monkeypatch.setattr(InProcessTransport, "send", noted)
-    halfway = Noted(lambda gradient: events.append("half of the backward"))
+    halfway = Noted(lambda gradient: events.append("half"))
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), halfway, nn.Linear(4, 4))
-    pipe = Pipeline(Model.sequential(layers, nn.CrossEntropyLoss()), lambda weights: torch.optim.SGD(weights, lr=0.1),
-                    Cut([1, 3], ranks=[[0], [1, 2]]), "1f1b", 2)
-    batches = [{"input": torch.randn(2, 4), "target": torch.randint(4, (2,))}] * 3
-    for number, _ in enumerate(pipe.train(batches)):
-        if number > 0:  # the first backward shows how many gradients each weight gets
-            of_a_replica = [*["gradient leaves"] * 2, "half of the backward", *["gradient leaves"] * 2]
-            assert events == 2 * of_a_replica
+    pipe = Pipeline(Model.sequential(layers, nn.CrossEntropyLoss()), optimizer, stages, "1f1b", 2)
+    steps = []
+    for _ in pipe.train([{"input": torch.randn(2, 4), "target": torch.randint(4, (2,))}] * 3):
+        steps.append(events.copy())
         events.clear()
+    return steps[1:]  # the first backward shows how many gradients each weight gets
+
+
+def test_gradients_leave_before_the_last_backward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which costs no result, but time: the rest of the backward is computed while they travel."""
+    of_a_replica = ["gradient", "gradient", "half", "gradient", "gradient"]
+    assert sent_beside_backwards(monkeypatch, {TransferKind.SHARES: "gradient"}, torch.optim.SGD,
+                                 Cut([1, 3], ranks=[[0], [1, 2]])) == [2 * of_a_replica] * 2
 
 
 class Scaled(nn.Module):
@@ -374,22 +318,3 @@ def test_sparse_gradients_are_refused() -> None:
     batch = {"input": torch.tensor([1, 2]), "target": torch.tensor([0, 1])}
     with pytest.raises(UserError, match=r"'0\.weight' has a gradient in the layout torch.sparse_coo"):
         list(pipe.train([batch]))
-
-
-# -- any
-
-
-@settings(deadline=None, max_examples=6)
-@given(data=st.data())
-def test_any_widths(data: st.DataObject) -> None:
-    widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda widths: sum(widths) < 9))
-    schedule = data.draw(st.sampled_from(["1f1b", "zb_h1", "pipedream"]))
-    recompute = data.draw(st.sampled_from([0.0, 1.0]))
-    if schedule == "pipedream":
-        every, rounds = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-        streams(widths, schedule, every, max(every * rounds, every * -(-max(widths) // every)),
-                first=data.draw(st.integers(1, 3)), recompute=recompute)
-    else:
-        microbatches = data.draw(st.integers(max(widths), 9))
-        equals_its_oracle(rich_model, rich_batches(2, microbatches),
-                          **arranged(8, widths, schedule, microbatches, recompute=recompute, grad_clip=0.5))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from everywhere import over, same_everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import frozen_front, norm_model, rich_batches, rich_model, thrice_tied_model
-from oracles import AdamW, Momentum, assert_same, assert_same_state, equals_its_oracle, oracle_of, pipeline_of, saved
-from test_replicas import Noted, arranged
+from models import rich_batches, rich_model
+from oracles import Momentum, assert_same, assert_same_state, equals_its_oracle, oracle_of, pipeline_of, saved
+from test_replicas import arranged, sent_beside_backwards
 from torch import Tensor, nn
 from world import World
 
@@ -22,7 +21,7 @@ from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.reducer import owners_of
 from vpipe.runtime.state_dict import state_parts
-from vpipe.runtime.transport.transport import InProcessTransport, TransferKey, TransferKind
+from vpipe.runtime.transport.transport import TransferKind
 
 MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
 FLUSH, STREAM, BUFFERED = {"schedule": "1f1b"}, {"schedule": "pipedream", "update_every": 1}, {
@@ -33,43 +32,7 @@ def words(widths: Sequence[int], schedule: Mapping[str, Any], **more: Any) -> di
     return arranged(8, widths, **{"microbatches": 4, **schedule, "zero1": True, **more})
 
 
-# -- the numbers
-
-
-@pytest.mark.parametrize(("widths", "schedule", "clip"), [
-    *product([(2, 1), (1, 3, 2), (4,)], [FLUSH, STREAM], [None, 0.5]),
-    ((1, 2), BUFFERED, 0.5), ((1, 4), {"schedule": "zb_h1"}, 0.5),
-    ((2, 2), {"schedule": "pipedream_vertical_sync", "update_every": 1}, 0.5)])
-def test_it_equals_its_oracle(widths: tuple[int, ...], schedule: Mapping[str, Any], clip: float | None) -> None:
-    """A tie across all stages, skips, dropout, recompute; streams that end with incomplete rounds."""
-    batches = rich_batches(4, 5 if schedule is STREAM else 4)
-    equals_its_oracle(rich_model, batches[:3], batches[3:], **words(
-        widths, schedule, grad_clip=clip, recompute=0.5, microbatches=5 if schedule is STREAM else 4))
-
-
-@pytest.mark.parametrize(("optimizer", "precision", "more"), [
-    (Momentum(), "fp32", {}), (Momentum(), "bf16", {}), (MUON, "fp32", {}), (MUON, "bf16_pure", {}),
-    (AdamW(), "bf16_pure", {"delay_correction": 0.5}), (AdamW(), "fp16", {"loss_scale": 1024}),
-    (MUON, "fp32", {"delay_correction": 1.0}),
-    (AdamW(), "fp32", {"skip_not_finite": True, "grad_clip": None})])
-@pytest.mark.parametrize("schedule", [FLUSH, STREAM], ids=lambda schedule: schedule["schedule"])
-def test_every_optimizer_in_every_precision(schedule: Mapping[str, Any], optimizer: Any, precision: str,
-                                            more: Mapping[str, Any]) -> None:
-    if schedule is FLUSH:
-        more = {name: value for name, value in more.items() if name not in ("delay_correction", "loss_scale")}
-    batches = rich_batches(3, 4)
-    equals_its_oracle(rich_model, batches[:2], batches[2:], **words(
-        (2, 3), schedule, **{"optimizer": optimizer, "precision": precision, "grad_clip": 0.5, **more}))
-
-
-@pytest.mark.parametrize("build", [thrice_tied_model, norm_model, frozen_front])
-@pytest.mark.parametrize("schedule", [FLUSH, STREAM], ids=lambda schedule: schedule["schedule"])
-def test_all_sorts_of_layers(build: Callable[[], Model], schedule: Mapping[str, Any]) -> None:
-    """Ties into several stages, buffers of each replica, a stage with nothing to train."""
-    batches = rich_batches(4, 8)
-    equals_its_oracle(build, batches[:2], batches[2:], **{
-        **words((2, 1, 3), schedule, recompute=1.0, optimizer=Momentum()),
-        "partition": arranged(len(build()), (2, 1, 3), "", 0)["partition"]})
+# -- the numbers: test_compositions.py
 
 
 def test_both_directions() -> None:
@@ -80,27 +43,11 @@ def test_both_directions() -> None:
 
 def test_shares_leave_before_the_last_backward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a bucket per parameter, each to its owner; and weights in the same buckets, each from it."""
-    monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
-    events: list[str] = []
-    send = InProcessTransport.send
-
-    def noted(self: InProcessTransport, peer: int, key: TransferKey, *given: Any, **more: Any) -> None:
-        if key.kind in (TransferKind.SHARES, TransferKind.WEIGHTS, TransferKind.SUMS):
-            events.append(f"{key.kind} from {self.rank}")
-        send(self, peer, key, *given, **more)
-
-    monkeypatch.setattr(InProcessTransport, "send", noted)
-    halfway = Noted(lambda gradient: events.append("half"))
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), halfway, nn.Linear(4, 4))
-    pipe = Pipeline(Model.sequential(layers, nn.CrossEntropyLoss()), Update(Momentum(), zero1=True),
-                    Cut(1, ranks=2), "1f1b", 2)
-    batches = [{"input": torch.randn(2, 4), "target": torch.randint(4, (2,))}] * 2
-    for number, _ in enumerate(pipe.train(batches)):
-        if number > 0:  # the first backward shows how many gradients each weight gets
-            # Replica 0 owns the matrices of layers 0 and 2, replica 1 that of layer 1, and the biases.
-            assert events == ["D from 0", "half", *["D from 0"] * 3, "D from 1", "half", "D from 1",
-                              *["U from 0"] * 2, *["U from 1"] * 4]
-        events.clear()
+    kinds = {kind: f"{kind} from {{}}" for kind in (TransferKind.SHARES, TransferKind.WEIGHTS, TransferKind.SUMS)}
+    # Replica 0 owns the matrices of layers 0 and 2, replica 1 that of layer 1, and the biases.
+    assert sent_beside_backwards(monkeypatch, kinds, Update(Momentum(), zero1=True), Cut(1, ranks=2)) == [
+        ["D from 0", "half", *["D from 0"] * 3, "D from 1", "half", "D from 1", *["U from 0"] * 2,
+         *["U from 1"] * 4]] * 2
 
 
 # -- few parameters, and none
