@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import rich_model, untied_model
+from models import rich_model, sliced_model, untied_model
 from oracles import pipeline_of
 
 from vpipe import Model
@@ -24,6 +24,17 @@ def tied_to(owner: str, frozen: bool = False) -> Model:
     layers[-1] = replace(layers[-1], ties={"decoder.weight": owner},
                          build=lambda: build().requires_grad_(not frozen))
     return Model(layers, untied_model().batch)
+
+
+def sliced(number: int, **changes: Any) -> Model:
+    """A model that takes slices, with another layer."""
+    layers = list(sliced_model().layers)
+    layers[number] = replace(layers[number], **changes)
+    return Model(layers, sliced_model().batch, "labels")
+
+
+SLICED: dict[str, Any] = {"schedule": "seq1f1b", "slices": 2, "model": sliced_model}
+SLICES = "sequences are cut into 2 slices, but "
 
 
 @pytest.mark.parametrize(("words", "what", "hint"), [
@@ -57,7 +68,24 @@ def tied_to(owner: str, frozen: bool = False) -> Model:
      "'head.decoder.weight' is tied to 'embed.word.wieght', which is no parameter", ""),
     ({"model": tied_to("embed.word.weight", frozen=True)},
      "'head.decoder.weight' [23, 12] (float32, frozen) is tied to 'embed.word.weight' [23, 12] (float32)",
-     "train both or none, or leave out the tie")])
+     "train both or none, or leave out the tie"),
+    ({"average": 1}, "average is 1.0", "give the decay of the average, below 1"),
+    ({"per_token_loss": True},
+     "per_token_loss is True, but the model does not say which field of a batch has its labels",
+     "name it, if the loss is the mean over its entries that are not -100: Model(layers, batch=..., labels='labels'); "
+     "or leave per_token_loss out"),
+    ({**SLICED, "model": sliced(2, carried=None)}, f"{SLICES}layer 'lstm' does not say what goes from a slice",
+     "carried=() says that"),
+    ({**SLICED, "model": Model(rich_model().layers, rich_model().batch, "labels")},
+     f"{SLICES}layer 'embed' and 7 other layers do not say what goes", "Layer"),
+    ({**SLICED, "model": Model(sliced_model().layers, sliced_model().batch)},
+     f"{SLICES}the model does not say which field of a batch has its labels", "labels="),
+    pytest.param({**SLICED, "schedule": "gpipe", "executor": "async_threaded"},
+                 f"{SLICES}the executor async_threaded adds gradients", "overlapped",
+                 marks=pytest.mark.extras("async_threaded")),
+    ({**SLICED, "compile": "eager"}, f"{SLICES}layers would be compiled for every length",
+     "do not compile, or leave the"),
+    ({**SLICED, "compress": "int8"}, f"{SLICES}their transfers are compressed", "leave compress out, or leave")])
 def test_arguments_that_do_not_fit(words: dict[str, Any], what: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = {name: str(tmp_path / "mine.csv") if value == "FILE" else value for name, value in words.items()}

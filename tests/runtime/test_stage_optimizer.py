@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import MuonAndAdamW
 from models import Average, rich_batches, rich_model
-from oracles import DECAY_AND_CLIP, assert_same_state, decay, equals_its_oracle
+from oracles import assert_same_state, decay
 from pipelines import parts
 from torch import Tensor, nn
 from torch.optim import SGD, Muon, Optimizer
@@ -38,26 +37,7 @@ def both(parameters: list[nn.Parameter]) -> list[Optimizer | None]:
             torch.optim.AdamW(others, lr=3e-3, fused=True) if others else None]
 
 
-def pipeline(model: Model | None = None, **arguments: Any) -> Pipeline:
-    return Pipeline(model or rich_model(),
-                    **parts(**{"microbatches": 4, "seed": 2, "learning_rate_factor": decay, "grad_clip": 0.5,
-                               "optimizer": MuonAndAdamW(), **arguments}))
-
-
 # -- a list of optimizers ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("arguments", "precision"), [
-    ({"schedule": "1f1b", "partition": [3, 3, 2]}, "fp32"),
-    ({"schedule": "gpipe", "partition": [8], "replicas": 2, "recompute": 0.5}, "fp32"),
-    ({"schedule": "zb_v", "partition": [2, 2, 2, 2]}, "bf16_pure"),
-    ({"schedule": "1f1b", "placement": [[0, 1], [2]], "partition": [3, 5]}, "fp16"),
-    ({"schedule": "pipedream", "partition": [2, 2, 2, 2]}, "fp32"),
-    ({"schedule": "pipedream", "placement": [[0, 1], [2]], "partition": [5, 3]}, "bf16"),
-    ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4, "loss_scale": 1024}, "fp16")])
-def test_a_list_of_optimizers_equals_the_oracle_with_the_same(arguments: dict[str, Any], precision: str) -> None:
-    equals_its_oracle(rich_model, rich_batches(4, 8), optimizer=MuonAndAdamW(), precision=precision, **DECAY_AND_CLIP,
-                      **arguments)
 
 
 def small() -> list[nn.Module]:
@@ -102,41 +82,6 @@ def plain_run(batches: Sequence[Mapping[str, Tensor]], make: Callable[[list[nn.P
         for scheduler in driven:
             scheduler.step()
     return losses, rates, model.state_dict()
-
-
-def test_a_list_equals_a_loop_of_plain_pytorch() -> None:
-    pipe = small_pipeline(optimizer=both)
-    losses, rates, state = plain_run(small_batches(5), lambda own: [each for each in both(own) if each is not None])
-    steps = list(pipe.train(small_batches(5)))
-    assert [step.loss for step in steps] == losses
-    assert [step.learning_rate for step in steps] == rates == [0.02] * 5
-    assert_same_state(pipe.state_dict(), state)
-
-
-@pytest.mark.parametrize(("before", "after"), [
-    ({"schedule": "1f1b", "partition": [3, 3, 2]}, {"schedule": "gpipe", "partition": [1, 7]}),
-    ({"schedule": "pipedream", "partition": [3, 3, 2]}, {"schedule": "pipedream", "partition": [3, 3, 2]}),
-    ({"schedule": "1f1b", "partition": [3, 5], "precision": "bf16_pure"},
-     {"schedule": "zb_h1", "partition": [5, 3], "precision": "bf16_pure"})])
-def test_a_list_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, before: dict[str, Any],
-                                                                   after: dict[str, Any]) -> None:
-    """In another partition, too: each parameter's state finds the optimizer that has it now."""
-    batches, model = rich_batches(5, 8), rich_model(tied=False)
-    whole = pipeline(model, **before)
-    steps = list(whole.train(batches[:3]))
-    whole.state_dict()  # drains, as saving does
-    steps += whole.train(batches[3:])
-    first = pipeline(model, **before)
-    assert list(first.train(batches[:3])) == steps[:len(steps) * 3 // 5]
-    first.save(tmp_path / "point")
-    second = pipeline(model, **after)
-    second.load(tmp_path / "point")
-    assert [step.loss for step in second.train(batches[3:])] == [step.loss for step in steps[len(steps) * 3 // 5:]]
-    assert_same_state(second.state_dict(), whole.state_dict())
-    ours, theirs = second.engine.checkpoint_state(), whole.engine.checkpoint_state()
-    assert {name.rpartition(".")[2] for name in ours if name.startswith("optim.")} == {
-        "momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
-    assert_same_state(dict(sorted(ours.items())), dict(sorted(theirs.items())))
 
 
 def test_state_of_another_optimizer_is_refused_by_the_parameter(tmp_path: Path) -> None:
@@ -305,24 +250,6 @@ def test_parameters_of_no_optimizer_stay_and_count_in_no_norm(make: str, trained
     assert [step.loss for step in pipe.train(small_batches(5))] == losses
     assert_same_state(pipe.state_dict(), state)
     assert all(leaf.grad is None for stage in pipe.engine.local_stages for leaf in stage.weights.graded())
-
-
-class Front:
-    """Trains matrices alone, and nothing of the stage with the loss."""
-
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizer | None:
-        kept = [p for name, p in named.items() if p.dim() == 2 and not name.startswith("mix2")]
-        return torch.optim.AdamW(kept, lr=3e-3, fused=True) if kept else None
-
-
-@pytest.mark.parametrize(("arguments", "precision"), [
-    ({"schedule": "1f1b", "partition": [3, 3, 2]}, "bf16_pure"),
-    ({"schedule": "pipedream", "partition": [2, 4, 2]}, "fp32"),
-    ({"schedule": "pipedream", "partition": [3, 5], "placement": [[0], [1, 2]], "loss_scale": 1024}, "fp16"),
-    ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, "fp32")])
-def test_parameters_of_no_optimizer_equal_the_oracle(arguments: dict[str, Any], precision: str) -> None:
-    equals_its_oracle(rich_model, rich_batches(4, 8), optimizer=Front(), precision=precision, **DECAY_AND_CLIP,
-                      **arguments)
 
 
 def test_a_gradient_of_no_optimizer_that_is_not_finite_leaves_nothing_out() -> None:

@@ -82,5 +82,3 @@ def test_what_has_no_average_is_refused() -> None:
             look()
         assert str(error.value) == ("error: averaged is True, but no average follows the weights\n"
                                     "hint: keep one from the start: Update(optimizer, average=0.999)")
-    with pytest.raises(UserError, match=r"average is 1\.0\nhint: give the decay of the average, below 1"):
-        pipeline_of(rich_model, stages=2, average=1)
