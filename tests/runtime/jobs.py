@@ -209,16 +209,6 @@ def used() -> list[dict[str, Any]]:
             for u in pipe.engine.collectives.usage()]
 
 
-def nothing_to_evaluate() -> str:
-    """The words of the error that every rank sees."""
-    pipe = pipeline(rich_model(), schedule="1f1b", partition=[2, 2, 2, 2])
-    try:
-        pipe.evaluate([])
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 # -- jobs that fail, for worlds of two -----------------------------------------------------------------
 
 
@@ -270,33 +260,27 @@ def trains_alone(*, timeout_s: float) -> None:
         list(pipe.train(rich_batches(1, 4)))
 
 
-def evaluates_alone(*, timeout_s: float) -> None:
-    """Rank 0 evaluates after a step after which rank 1 trains on."""
+def goes_apart(*, call: str, timeout_s: float) -> None:
+    """Rank 0 evaluates, or asks for the whole model, after a step after which rank 1 trains on."""
     pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
     for _ in pipe.train(rich_batches(2, 4)):
         if dist.get_rank() == 0:
-            pipe.evaluate(rich_batches(1, 4))
+            pipe.evaluate(rich_batches(1, 4)) if call == "evaluate" else pipe.state_dict()
 
 
-def refused(*, tied_to: str | None, **arguments: Any) -> str:
-    """The words with which a pipeline is refused, or its training, whose last bias is tied."""
+def refused(*, tied_to: str | None = None, evaluate: bool = False, **arguments: Any) -> str:
+    """The words with which a pipeline is refused whose last bias is tied, or its training, or an evaluation on nothing.
+    """
     model = rich_model(tied=False)
     if tied_to is not None:
         head = replace(model.layers[-1], ties={"decoder.bias": tied_to})
         model = Model([*model.layers[:-1], head], model.batch)
     try:
-        pipeline(model, partition=[2, 2, 2, 2], **arguments).train(rich_batches(1, 4))
+        pipe = pipeline(model, partition=[2, 2, 2, 2], **arguments)
+        pipe.evaluate([]) if evaluate else pipe.train(rich_batches(1, 4))
     except UserError as error:
         return str(error)
     return "nothing was refused"
-
-
-def gathers_alone(*, timeout_s: float) -> None:
-    """Rank 0 asks for the whole model after a step after which rank 1 trains on."""
-    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
-    for _ in pipe.train(rich_batches(2, 4)):
-        if dist.get_rank() == 0:
-            pipe.state_dict()
 
 
 def scheduled(*, schedule: str, change: int | None = None) -> list[Any]:

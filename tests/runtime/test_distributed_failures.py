@@ -123,7 +123,7 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
 
 
 def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) -> None:
-    pair.begin(jobs.gathers_alone, timeout_s=4)
+    pair.begin(jobs.goes_apart, call="state_dict", timeout_s=4)
     for rank in (0, 1):
         error = run_error(pair.outcome(rank, 30))
         assert re.search(r"^error: rank [01] \(stage [01]\), rank [01] \(stage [01]\) wait for one another: a "
@@ -133,7 +133,7 @@ def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) ->
 
 
 def test_ranks_in_different_calls_say_which(pair: World) -> None:
-    pair.begin(jobs.evaluates_alone, timeout_s=30)
+    pair.begin(jobs.goes_apart, call="evaluate", timeout_s=30)
     assert run_error(pair.outcome(1, 10))["text"] == (
         "error: rank 0 is at evaluation batch 0, rank 1 at training batch 1 (rank 1, stage 1, microbatch 2, "
         "action 1F0)\n"

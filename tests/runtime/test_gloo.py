@@ -169,16 +169,12 @@ def test_usage_of_every_stage_is_known_on_every_rank(world: World) -> None:
     assert jobs.used() == expected
 
 
-def test_every_rank_says_that_there_is_nothing_to_evaluate(world: World) -> None:
-    assert world.run(jobs.nothing_to_evaluate) == [
-        "error: there is nothing to evaluate on\nhint: give evaluate at least one batch"] * 4
-
-
 @pytest.mark.parametrize(("arguments", "text"), [
     ({"tied_to": "embed.word.weight"},
      "error: 'head.decoder.bias' [23] (float32) is tied to 'embed.word.weight' [23, 12] (float32)\n"
      "hint: tied parameters are one: give both the same shape and dtype, train both or none, or leave out the tie"),
-    ({"tied_to": None, "optimizer": "none"},
+    ({"evaluate": True}, "error: there is nothing to evaluate on\nhint: give evaluate at least one batch"),
+    ({"optimizer": "none"},
      "error: the optimizer factory returned None for every stage, so nothing would be trained\n"
      "hint: let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")])
 def test_mistakes_that_no_rank_sees_alone_are_refused_by_all(world: World, arguments: dict[str, Any],

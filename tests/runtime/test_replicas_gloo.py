@@ -126,7 +126,7 @@ def shared(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def test_replicas_that_drift_apart_are_found_on_every_rank(world: World) -> None:
-    for text in world.run(drifted):
+    for text in [drifted(), *world.run(drifted)]:
         assert "stage 1: 'head.decoder.bias' on rank 3 is not what it is on rank 1" in text
 
 
@@ -134,7 +134,7 @@ def drifted() -> str:
     """The words of the error that every rank sees when one replica's weight was touched."""
     pipe = jobs.pipeline(jobs.rich_model(), schedule="1f1b", placement=[[0], [1, 2, 3]], stages=2, microbatches=3)
     list(pipe.train(jobs.rich_batches(1, 3)))
-    if pipe.rank == 3:
+    if 3 in pipe.engine.workers:
         pipe.engine.workers[3].stages[1].weights.leaves()[-1].data[0] += 1e-7
     try:
         pipe.state_dict()

@@ -286,6 +286,15 @@ def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
     assert not link.unsent
 
 
+@pytest.fixture
+def one_end() -> Iterator[tuple[SharedMemoryLink, socket.socket]]:
+    """A link, and the socket of its peer."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    yield (link := SharedMemoryLink(1, left)), right
+    right.close()
+    link.close()
+
+
 @pytest.mark.parametrize("message", [
     b"", b"x", b"x" * 60, HEAD.pack(0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0) + b"\xff\0\0",
     HEAD.pack(0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0) + struct.pack("<I", 9),
@@ -293,28 +302,23 @@ def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
     HEAD.pack(0, 0, 26, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b'[[[-4], "float32", false]]',
     HEAD.pack(0, 0, 25, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b'[[[4], "float31", false]]',
     HEAD.pack(9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)])
-def test_an_invalid_message_ends_the_link(message: bytes) -> None:
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = SharedMemoryLink(1, left)
-    right.send(message)
+def test_an_invalid_message_ends_the_link(message: bytes, one_end: tuple[SharedMemoryLink, socket.socket]) -> None:
+    link, other = one_end
+    other.send(message)
     assert link.receive() is None
     assert link.closed
-    right.close()
-    link.close()
 
 
-def test_a_memory_that_could_shrink_is_refused() -> None:
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link, layout = SharedMemoryLink(1, left), BufferLayout.parse(b'[[[4096], "float32", false]]')
+def test_a_memory_that_could_shrink_is_refused(one_end: tuple[SharedMemoryLink, socket.socket]) -> None:
+    link, other = one_end
+    layout = BufferLayout.parse(b'[[[4096], "float32", false]]')
     descriptor = os.memfd_create("made")
     os.ftruncate(descriptor, 1 << 20)
     head = HEAD.pack(0, 0, len(layout.code), 0, 0, 0, 0, 0, 0, 0, 0, 1 << 20)
-    socket.send_fds(right, [head + layout.code], [descriptor])
+    socket.send_fds(other, [head + layout.code], [descriptor])
     assert link.receive() is None
     assert link.closed
     os.close(descriptor)
-    right.close()
-    link.close()
 
 
 def test_a_limit_of_descriptors_is_named(ends: Ends) -> None:
@@ -362,26 +366,20 @@ def test_all_ranks_use_it_or_none(here: str, there: str | None, why: str | None,
 
 RUN: dict[str, Any] = {"model": "rich", "microbatches": 2, "samples": 4, "lengths": [6, 9], "partition": [2, 2, 2, 2],
                        "evaluate_after": [1], "recompute": 0.5}
-LINKED = [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
-
-
-@pytest.mark.parametrize("arguments", [
-    {"schedule": "pipedream"}, {"schedule": "zb_v", "partition": [1] * 8, "grad_clip": 0.5},
-    {"schedule": "1f1b", "partition": [4, 4], "replicas": 2, "compress": "int8"},
-    {"model": "dtypes", "schedule": "1f1b", "partition": [1, 1, 1, 2], "executor": "naive"}])
-def test_ranks_of_a_host_share_memory_and_compute_the_same(world: World, arguments: dict[str, Any]) -> None:
-    """The other tests over worlds do, too, but nearly all that they send is a part of the messages."""
-    run = {**RUN, **arguments}
-    expected = jobs.train(**run)
-    assert world.run(train, **run) == [[expected, linked, 0] for linked in LINKED]
 
 
 @pytest.mark.parametrize(("arguments", "links"), [
+    *((arguments, [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]) for arguments in (
+        {"schedule": "pipedream"}, {"schedule": "zb_v", "partition": [1] * 8, "grad_clip": 0.5},
+        {"schedule": "1f1b", "partition": [4, 4], "replicas": 2, "compress": "int8"},
+        {"model": "dtypes", "schedule": "1f1b", "partition": [1, 1, 1, 2], "executor": "naive"})),
     ({"hosts": ["a", "a", "b", "b"], "schedule": "interleaved", "partition": [1] * 8, "microbatches": 4},
      [[1], [0], [3], [2]]),
     ({"hosts": ["a", "b", "b", "c"], "schedule": "pipedream"}, [[], [2], [1], []]),
     ({"unwanted": [0, 1, 2, 3], "schedule": "1f1b"}, [[]] * 4), ({"unwanted": [2], "schedule": "pipedream"}, [[]] * 4)])
-def test_other_ranks_use_gloo_and_compute_the_same(world: World, arguments: dict[str, Any], links: list[Any]) -> None:
+def test_ranks_of_a_host_share_memory_others_use_gloo_and_all_compute_the_same(
+        world: World, arguments: dict[str, Any], links: list[Any]) -> None:
+    """The other tests over worlds share memory, too, but nearly all that they send is a part of the messages."""
     run = {**RUN, **arguments}
     expected = jobs.train(**{name: value for name, value in run.items() if name not in ("hosts", "unwanted")})
     assert world.run(train, **run) == [[expected, linked, 0] for linked in links]
