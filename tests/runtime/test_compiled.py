@@ -25,18 +25,14 @@ from vpipe.schedules.size import Layout
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
-@pytest.mark.parametrize(("name", "backend", "recompute"), [
-    *((name, "eager", 0.6) for name in ("gpipe", "chimera", *STREAMS)), ("1f1b", "aot_eager", 0.0),
-    ("interleaved", "aot_eager", 0.6), ("pipedream", "aot_eager", 0.6)])
-def test_equal_to_plain_pytorch_with_the_same_compiled_layers(name: str, backend: str, recompute: float) -> None:
+@pytest.mark.parametrize(("name", "backend", "recompute", "precision"), [
+    *((name, "eager", 0.6, "fp32") for name in ("gpipe", "chimera", *STREAMS)), ("1f1b", "aot_eager", 0.0, "fp32"),
+    ("interleaved", "aot_eager", 0.6, "fp32"), ("pipedream", "aot_eager", 0.6, "fp32"),
+    ("1f1b", "aot_eager", 0.0, "bf16_pure"), ("pipedream", "aot_eager", 0.0, "bf16")])
+def test_equal_to_plain_pytorch_with_the_same_compiled_layers(name: str, backend: str, recompute: float,
+                                                              precision: str) -> None:
     equals_its_oracle(rich_model, rich_batches(2, MICROBATCHES), microbatches=MICROBATCHES, grad_clip=0.5,
-                      schedule=name, partition=cut(name), recompute=recompute, compile=backend)
-
-
-@pytest.mark.parametrize(("name", "precision"), [("1f1b", "bf16_pure"), ("pipedream", "bf16")])
-def test_in_reduced_precision(name: str, precision: str) -> None:
-    equals_its_oracle(rich_model, rich_batches(2, MICROBATCHES), microbatches=MICROBATCHES, grad_clip=0.5,
-                      schedule=name, partition=cut(name), precision=precision, compile="aot_eager")
+                      schedule=name, partition=cut(name), recompute=recompute, precision=precision, compile=backend)
 
 
 @pytest.mark.parametrize(("name", "recompute"), [("1f1b", 1.0), ("pipedream", 0.0), ("pipedream", 1.0)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import checkpointed_model, rich_batches, rich_model, thrice_tied_model, untied_model
+from models import rich_batches, rich_model, thrice_tied_model, untied_model
 from oracles import DECAY_AND_CLIP, AdamW, Momentum, assert_same, equals_its_oracle, oracle_of, pipeline_of
 
 from vpipe import Pipeline, Update
@@ -193,12 +193,6 @@ def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_
 def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
     equals_its_oracle(rich_model, rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9), schedule=name,
                       microbatches=MICROBATCHES, partition=cut(name), update_every=4)
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_layer_that_checkpoints_itself_recomputes_with_the_version_of_its_forward(name: str) -> None:
-    equals_its_oracle(checkpointed_model, rich_batches(2, MICROBATCHES), schedule=name, microbatches=MICROBATCHES,
-                      partition=[2, 1, 2])
 
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:

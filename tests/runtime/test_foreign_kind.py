@@ -193,23 +193,27 @@ def test_gradients_are_not_there_behind_the_step() -> None:
         check(with_kind(norm, place=0))
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_value_that_nothing_makes_before() -> None:
-    value = Value("wish")
-    wish = register_kind(made("WISH", needs=lambda at, stage, index, rank: [(value, stage, index)]))
-    with pytest.raises(UserError, match="no kind of action makes the value 'wish'"):
-        check(with_kind(wish))
-    own = register_kind(made("OWN", makes=[(value, 0)], needs=lambda at, stage, index, rank: [(value, stage, index)]))
-    with pytest.raises(CheckError, match="0OWN0 on rank 0 needs 0OWN0 before it, which is itself"):
-        check(with_kind(own))
+WISH = Value("wish")
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
-def test_seconds_that_cannot_be(seconds: float) -> None:
-    odd = register_kind(made("ODD", seconds=lambda cost: seconds))
-    with pytest.raises(UserError, match=f"an action ODD of stage 0 takes {seconds} seconds"):
-        simulate(with_kind(odd), Costs((StageCosts(1, 1, 1),)))
+@pytest.mark.parametrize(("row", "text"), [
+    ({"needs": lambda at, stage, index, rank: [(WISH, stage, index)]}, "no kind of action makes the value 'wish'"),
+    ({"makes": [(WISH, 0)], "needs": lambda at, stage, index, rank: [(WISH, stage, index)]},
+     "0ODD0 on rank 0 needs 0ODD0 before it, which is itself"),
+    *(({"seconds": lambda cost, seconds=seconds: seconds}, f"an action ODD of stage 0 takes {seconds} seconds")
+      for seconds in (-1, float("nan"), float("inf"))),
+    ({"runs": "averaging:lost"}, "an action ODD is run by averaging:lost, which cannot be found")])
+def test_a_kind_that_cannot_be_proved_costed_or_run(row: dict[str, Any], text: str) -> None:
+    kind = register_kind(made("ODD", **row))
+
+    def use() -> None:
+        check(with_kind(kind))
+        simulate(with_kind(kind), Costs((StageCosts(1, 1, 1),)))
+        check_runnable({kind})
+
+    with pytest.raises((UserError, CheckError), match=text):
+        use()
 
 
 @pytest.mark.usefixtures("folder")
@@ -220,13 +224,6 @@ def test_seconds_that_cannot_be(seconds: float) -> None:
 def test_a_row_that_cannot_be(row: dict[str, Any], hint: str) -> None:
     with pytest.raises(UserError, match=re.escape(hint)):
         register_kind(made("ODD", **row))
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_function_that_cannot_be_found() -> None:
-    check_runnable({register_kind(made("GONE"))})
-    with pytest.raises(UserError, match="an action LOST is run by averaging:lost, which cannot be found"):
-        check_runnable({register_kind(made("LOST", runs="averaging:lost"))})
 
 
 @pytest.mark.usefixtures("folder")

@@ -23,6 +23,7 @@ from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
+from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import SUM_BYTES, combined_memory
 from vpipe.profiling import RankGroup, measure
 from vpipe.runtime.action_recorder import label_actions
@@ -38,6 +39,13 @@ def no_speed_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.profiling.measurement.matrix_flops_per_s", lambda device, dtype: 1e9)
 
 
+def profile_of(model: Model, optimizer: OptimizerSettings, microbatch: dict[str, Tensor],
+               precision: str = "fp32") -> Profile:
+    identities = RankGroup("cpu").identify(model, [microbatch], model_name="", optimizer="adamw", precision=precision)
+    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
+    return made
+
+
 @pytest.mark.parametrize(("precision", "name"), [
     ("fp32", "adamw"), ("bf16", "adamw"), ("bf16_pure", "adamw"), ("bf16_pure", "muon")])
 def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
@@ -46,10 +54,7 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
     model = rich_model()
     optimizer = OptimizerSettings(name, 1e-3, matrices=hidden_matrices(model))
     batches = rich_batches(2, 32)
-    microbatch = {name: field[:4] for name, field in batches[0].items()}
-    identities = RankGroup("cpu").identify(model, [microbatch], model_name="rich", optimizer="adamw",
-                                           precision=precision)
-    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
+    made = profile_of(model, optimizer, {name: field[:4] for name, field in batches[0].items()}, precision)
     cut = (2, 2, len(model) - 4)
     plans = [("1f1b", ((), (), ())), ("1f1b", ((1,), (2, 3), ())), ("zb_h1", ((), (3,), ())),
              ("pipedream", ((0, 1), (), (4,))), ("2bw", ((), (2,), ()))]
@@ -79,10 +84,7 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
 def test_replicas_that_step_a_part_hold_at_most_what_was_predicted(precision: str) -> None:
     """The state of the largest parameter and an equal part of the rest; the last stage keeps last changes, too."""
     model, optimizer, batches = rich_model(), OptimizerSettings("adamw", 1e-3), rich_batches(2, 12)
-    microbatch = {name: field[:2] for name, field in batches[0].items()}
-    identities = RankGroup("cpu").identify(model, [microbatch], model_name="rich", optimizer="adamw",
-                                           precision=precision)
-    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
+    made = profile_of(model, optimizer, {name: field[:2] for name, field in batches[0].items()}, precision)
     plan = Plan(Cut((4, len(model) - 4), ranks=((0, 1, 2), (3, 4))), Order("pipedream"), microbatches=6)
     made = replace(made, extrapolates=True, averages=True)
     predicted, without = (predict(replace(made, zero1=zero1), plan, update_every=1).prediction.stages
@@ -108,10 +110,7 @@ def test_a_rank_holds_what_was_predicted_of_its_stages(schedule: str, dropped: t
     model = rich_model()
     optimizer = OptimizerSettings("adamw", 1e-3, matrices=hidden_matrices(model))
     batches = rich_batches(2, 32)
-    microbatch = {name: field[:4] for name, field in batches[0].items()}
-    identities = RankGroup("cpu").identify(model, [microbatch], model_name="rich", optimizer="adamw",
-                                           precision="fp32")
-    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
+    made = profile_of(model, optimizer, {name: field[:4] for name, field in batches[0].items()})
     plan = Plan(Cut((2, 2, 2, len(model) - 6), dropped), Order(schedule), microbatches=8)
     stages = predict(made, plan).prediction.stages
     pipe = Pipeline(model, optimizer, plan.cut, schedule, 8)
@@ -169,8 +168,7 @@ def test_slices_hold_what_was_predicted(make: Callable[[], Model]) -> None:
     model, optimizer = make(), OptimizerSettings("adamw", 1e-3)
     [batch] = [{name: torch.arange(16 * 16).reshape(16, 16) % 16 for name in model.batch}]
     microbatch = {name: field[:2] for name, field in batch.items()}
-    identities = RankGroup("cpu").identify(model, [microbatch], model_name="", optimizer="adamw", precision="fp32")
-    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
+    made = profile_of(model, optimizer, microbatch)
     cut, parts = ((2, 2, 2, 2), (1, 2, 4)) if make is seen else ((2, len(model) - 2), (2,))
     for dropped, slices in product(((), ((), (2, 3), (5,), ())) if make is seen else ((),), parts):
         plan = Plan(Cut(cut, recompute=dropped or 0.0), Order("seq1f1b", slices=slices), microbatches=8)
