@@ -32,6 +32,7 @@ def same(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, An
       ("gloo", {"schedule": "1f1b", "placement": TWO_ONE_ONE, "model": "norm"}),
       ("gloo nccl", {"schedule": "zb_h1", "placement": ONE_THREE}),
       ("gloo nccl", {"schedule": "gpipe", "placement": FOUR}), ("gloo nccl", {"schedule": "zb_v", "placement": FOLDED}),
+      ("gloo nccl", {"schedule": "1f1b", "placement": ONE_THREE, "precision": "bf16_pure", "zero1": True}),
       ("gloo", {"schedule": "zb_v", "placement": FOLDED, "model": "norm"}))
 def test_with_a_flush(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
     """Seven microbatches, shapes that change, an evaluation between two batches."""
@@ -41,6 +42,7 @@ def test_with_a_flush(world: World, rules: Mapping[str, bool] | None, arguments:
 
 
 @over(("gloo nccl", {"schedule": "chimera"}), ("gloo nccl", {"schedule": "chimera", "placement": DOWN_AND_UP_TWICE}),
+      ("nccl", {"schedule": "chimera", "zero1": True}),
       *[("gloo", {"schedule": "chimera", **changes}) for changes in (
           {"shared_memory": False}, {"model": "norm", "samples": 16}, {"precision": "bf16_pure"})],
       *[("gloo", {"schedule": "dualpipe", **changes}) for changes in (
@@ -59,6 +61,9 @@ def test_both_directions(world: World, rules: Mapping[str, bool] | None, argumen
       ("gloo nccl", {"schedule": "pipedream", "placement": ONE_THREE, "microbatches": 4, "update_every": 2,
                      "model": "labelled", "per_token_loss": True}),
       ("gloo", {"schedule": "pipedream", "placement": FOUR, "microbatches": 3}),
+      ("gloo", {"schedule": "pipedream", "placement": FOUR, "microbatches": 3, "precision": "fp16", "loss_scale": 1024,
+                "zero1": True}),
+      ("gloo nccl", {"schedule": "pipedream", "placement": TWO_TWO, "microbatches": 5, "zero1": True}),
       ("gloo nccl", {"schedule": "2bw", "placement": TWO_TWO, "microbatches": 4, "update_every": 2}),
       ("gloo", {"schedule": "pipedream_vertical_sync", "placement": TWO_TWO, "microbatches": 3}),
       ("gloo", {"schedule": "pipedream", "placement": TWO_ONE_ONE, "microbatches": 5, "precision": "fp16",
@@ -66,7 +71,7 @@ def test_both_directions(world: World, rules: Mapping[str, bool] | None, argumen
       ("gloo", {"schedule": "pipedream", "placement": [[0, 1, 2], [3]], "microbatches": 5, "precision": "bf16_pure"}))
 def test_without_a_flush(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
     """Streams that end with incomplete rounds, an evaluation that drains in the middle, a second call of train; a tied
-    weight is borrowed."""
+    weight is borrowed, and with ZeRO-1 each replica steps a part."""
     run = same(world, rules, {"model": "rich", "update_every": 1, "samples": arguments["microbatches"], "batches": 6,
                               "more": 2, "recompute": 0.5, "grad_clip": 0.5, "evaluate_after": [1], **arguments})
     assert run["middle"] != run["state"]

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from everywhere import over, same_everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
 from oracles import Momentum, assert_same, assert_same_state, equals_its_oracle, oracle_of, pipeline_of, saved
 from test_replicas import arranged, sent_beside_backwards
 from torch import Tensor, nn
-from world import World
 
 from vpipe import Cut, Model, Pipeline, Update
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
@@ -222,19 +220,3 @@ def test_an_optimizer_that_wants_all_parameters_is_refused(optimizer: Any, text:
         else:
             with pytest.raises(UserError, match=text):
                 list(pipe.train(batches))
-
-
-# -- over processes
-
-
-@over(("gloo nccl", {"schedule": "1f1b", "placement": [[2], [0, 3, 1]], "precision": "bf16_pure"}),
-      ("gloo nccl", {"schedule": "pipedream", "placement": [[0, 1], [2, 3]], "microbatches": 5, "update_every": 1}),
-      ("gloo", {"schedule": "pipedream", "placement": [[3, 2, 1, 0]], "microbatches": 3, "update_every": 1,
-                "precision": "fp16", "loss_scale": 1024}),
-      ("nccl", {"schedule": "chimera", "placement": [[0, 3], [1, 2], [2, 1], [3, 0]], "microbatches": 8}))
-def test_over_processes(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
-    """With an evaluation in the middle, which drains a stream."""
-    microbatches = arguments.get("microbatches", 4)
-    same_everywhere(world, rules, stages=len(arguments["placement"]), **{
-        "model": "rich", "microbatches": microbatches, "samples": microbatches, "batches": 4, "more": 2,
-        "grad_clip": 0.5, "evaluate_after": [1], "zero1": True, **arguments})
