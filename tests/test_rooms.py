@@ -204,8 +204,8 @@ def test_the_files_that_the_map_names_exist() -> None:
 
 
 MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/builder.py", "schedules/lowering.py",
-                  "schedules/v_schedules.py", "schedules/generators/", "schedules/search/", "runtime/",
-                  "testing/strategies.py", "extras/async_threaded/")
+                  "schedules/generators/", "schedules/search/", "runtime/", "testing/strategies.py",
+                  "extras/async_threaded/")
 """The table, what makes actions (generators, lowering, the search, a strategy), and what executes them."""
 
 

@@ -1,11 +1,12 @@
 """ZB-V: two stages per rank in the shape of a V, and no bubble at the memory of 1F1B."""
 
 from collections.abc import Iterator
+from itertools import count
 
-from vpipe.schedules.action import Action
+from vpipe.schedules import kinds
+from vpipe.schedules.action import Action, Op, step, weight_half
 from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Layout, Size
-from vpipe.schedules.v_schedules import VPhases
 
 
 def _peak(rank: int, size: Size) -> int:
@@ -38,3 +39,51 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     yield from phases.repeat("I0 I1", rank)
     yield from phases.repeat("I0 W", below + 1)
     yield from phases.finish()
+
+
+class VPhases:
+    """Write a rank's program as phases of repeated turns.
+
+    A turn is a text such as ``F0 I1 W1``: operations, each with its chunk, 0 on the way down and 1 on the way up. Every
+    operation takes the microbatches in order; those from ``microbatches`` on are left out. ``W`` without a chunk is the
+    weight half that has waited longest. With several waves, a group of 2p microbatches goes through all of them before
+    the next group; the backwards traverse the waves in reverse.
+    """
+
+    def __init__(self, rank: int, ranks: int, microbatches: int, waves: int = 1) -> None:
+        self._stages = [Layout.ZIGZAG.stage_of(rank, chunk, ranks) for chunk in range(2 * waves)]
+        self._microbatches, self._group = microbatches, 2 * ranks
+        self._passes = {(is_forward, chunk): self._order(is_forward, chunk)
+                        for is_forward in (True, False) for chunk in (0, 1)}
+        self._waiting: list[Action] = []
+
+    def repeat(self, turn: str, times: int) -> Iterator[Action]:
+        """Yield the actions of so many turns."""
+        operations = [(kinds.named(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
+        for _ in range(times):
+            for op, chunks in operations:
+                if op is not Op.WEIGHT:
+                    stage, microbatch = next(self._passes[op is Op.FORWARD, chunks[0]])
+                    if microbatch < self._microbatches:
+                        if op is Op.INPUT:
+                            self._waiting.append(weight_half(stage, microbatch))
+                        yield Action(op, stage, microbatch)
+                    continue
+                stages = [self._stages[chunk] for chunk in chunks] or self._stages
+                half = next((half for half in self._waiting if half.stage in stages), None)
+                if half is not None:
+                    self._waiting.remove(half)
+                    yield half
+
+    def finish(self) -> Iterator[Action]:
+        """Yield every weight half that still waits, and the steps."""
+        yield from self._waiting
+        yield from (step(stage, 0) for stage in self._stages)
+
+    def _order(self, is_forward: bool, chunk: int) -> Iterator[tuple[int, int]]:
+        """Yield stage and microbatch of every pass through a wave, without end."""
+        stages = self._stages[chunk::2] if is_forward else self._stages[chunk::2][::-1]
+        for first in count(0, self._group):
+            for stage in stages:
+                for microbatch in range(first, first + self._group):
+                    yield stage, microbatch

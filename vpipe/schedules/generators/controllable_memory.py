@@ -1,20 +1,13 @@
-"""Write the programs of V-shaped schedules, in which a rank holds one stage on the way down and one on the way up.
-
-:func:`repeat_block` repeats a building block, as V-Half and V-Min do. :class:`VPhases` writes a program as phases of
-repeated turns, as ZB-V, DualPipeV and Hanayo do.
-"""
-
-from __future__ import annotations
+"""V-Half and V-Min: a half and a third of the memory of 1F1B, with two stages per rank in the shape of a V."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import count
 
-from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op, step, weight_half
+from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Layout
 
 PERIOD = 6
@@ -126,49 +119,51 @@ class _RankProgram:
             heappush(self.waiting, (time, action.stage, action.index))
 
 
-class VPhases:
-    """Write a rank's program as phases of repeated turns.
+@register_schedule("v_half", flush=True, layout=Layout.ZIGZAG, chunks=2, planned=False,
+                   peak_activations=lambda rank, size: 2 * min((size.ranks + 2) // 2, size.microbatches))
+def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Yield the actions of one rank of p, which holds stages r and 2p-1-r.
 
-    A turn is a text such as ``F0 I1 W1``: operations, each with its chunk, 0 on the way down and 1 on the way up. Every
-    operation takes the microbatches in order; those from ``microbatches`` on are left out. ``W`` without a chunk is the
-    weight half that has waited longest. With several waves, a group of 2p microbatches goes through all of them before
-    the next group; the backwards traverse the waves in reverse.
+    In the example p = 2, and small letters are actions of the rank's second stage. I and W are the input and the weight
+    half of a backward, S is the steps.
+
+    ::
+
+        rank 0  F0 F1 .  f0 i0 F2 w0 .  f1 i1 I0 W0 F3 w1 f2 i2 I1 W1 w2 .  f3 i3 I2 W2 I3 w3 W3 S
+        rank 1  .  F0 f0 F1 .  i0 w0 f1 F2 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 I2 W2 i3 I3 w3 W3 S
+
+    Each rank holds at most (p+2)//2 microbatches, each two microbatch-stages, counted as the paper does from F to W.
+    The checker counts from F to I, which is never more. The bubble for F = I = W is about half of 1F1B's
+    3(p-1)F, F being the time of a whole rank: at most (3p-2)F/2 when m >= 2p.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv:2405.15362), section 3; the gaps between the
+    chains, the memory's bound and the ends are this file's.
     """
+    # No two actions of a rank may fall on the same unit of the block: which gaps avoid that depends on p's parity.
+    gaps = (1, 0, 0) if ranks % 2 else (4, 0, 3)
+    yield from repeat_block(BuildingBlock((2, 1, 2, 1), gaps), ranks, microbatches, 2 * ((ranks + 2) // 2))[rank]
 
-    def __init__(self, rank: int, ranks: int, microbatches: int, waves: int = 1) -> None:
-        self._stages = [Layout.ZIGZAG.stage_of(rank, chunk, ranks) for chunk in range(2 * waves)]
-        self._microbatches, self._waves, self._group = microbatches, waves, 2 * ranks
-        self._passes = {(is_forward, chunk): self._order(is_forward, chunk)
-                        for is_forward in (True, False) for chunk in (0, 1)}
-        self._waiting: list[Action] = []
 
-    def repeat(self, turn: str, times: int) -> Iterator[Action]:
-        """Yield the actions of so many turns."""
-        operations = [(kinds.named(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
-        for _ in range(times):
-            for op, chunks in operations:
-                if op is not Op.WEIGHT:
-                    stage, microbatch = next(self._passes[op is Op.FORWARD, chunks[0]])
-                    if microbatch < self._microbatches:
-                        if op is Op.INPUT:
-                            self._waiting.append(weight_half(stage, microbatch))
-                        yield Action(op, stage, microbatch)
-                    continue
-                stages = [self._stages[chunk] for chunk in chunks] or self._stages
-                half = next((half for half in self._waiting if half.stage in stages), None)
-                if half is not None:
-                    self._waiting.remove(half)
-                    yield half
+@register_schedule("v_min", flush=True, layout=Layout.ZIGZAG, chunks=2, planned=False,
+                   peak_activations=lambda rank, size: 2 * min((size.ranks + 4) // 3, size.microbatches))
+def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Yield the actions of one rank of p, which holds stages r and 2p-1-r.
 
-    def finish(self) -> Iterator[Action]:
-        """Yield every weight half that still waits, and the steps."""
-        yield from self._waiting
-        yield from (step(stage, 0) for stage in self._stages)
+    In the example p = 2, and small letters are actions of the rank's second stage. I and W are the input and the weight
+    half of a backward, S is the steps.
 
-    def _order(self, is_forward: bool, chunk: int) -> Iterator[tuple[int, int]]:
-        """Yield stage and microbatch of every pass through a wave, without end."""
-        stages = self._stages[chunk::2] if is_forward else self._stages[chunk::2][::-1]
-        for first in count(0, self._group):
-            for stage in stages:
-                for microbatch in range(first, first + self._group):
-                    yield stage, microbatch
+    ::
+
+        rank 0  F0 .  .  f0 i0 w0 F1 I0 W0 f1 i1 w1 F2 I1 W1 f2 i2 w2 F3 I2 W2 f3 i3 w3 .  I3 W3 S
+        rank 1  .  F0 f0 .  .  i0 I0 F1 f1 w0 W0 i1 I1 F2 f2 w1 W1 i2 I2 F3 f3 w2 W2 i3 I3 w3 W3 S
+
+    Each rank holds at most (p+4)//3 microbatches, each two microbatch-stages, counted as the paper does from F to W.
+    The checker counts from F to I, which is never more. The bubble for F = I = W and p > 1 is
+    (4p-5)F/2, about two thirds of 1F1B's 3(p-1)F, F being the time of a whole rank.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv:2405.15362), section 3; the gaps between the
+    chains and the ends are this file's.
+    """
+    # No two actions of a rank may fall on the same unit of the block: without gaps they do where 3 divides p.
+    gaps = (0, 0, 0) if ranks % 3 else (2, 0, 2)
+    yield from repeat_block(BuildingBlock((1, 1, 1, 1), gaps), ranks, microbatches, 2 * ((ranks + 4) // 3))[rank]
