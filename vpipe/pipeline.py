@@ -37,9 +37,8 @@ from vpipe.runtime.engine import Engine, Pauses
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
-from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
+from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint, ShardedState
 from vpipe.runtime.pipeline_schedule import prepare_schedule
-from vpipe.runtime.sharded_state import ShardedState
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.csv_format import CsvFile

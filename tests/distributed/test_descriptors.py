@@ -10,7 +10,7 @@ import resource
 import pytest
 
 from vpipe.distributed import RankEnvironment
-from vpipe.distributed.descriptors import reserve_for_joining
+from vpipe.distributed.environment import reserve_for_joining
 from vpipe.errors import RunError, UserError, hint_if_no_descriptor
 
 

@@ -12,7 +12,7 @@ from everywhere import OVER, over, same_everywhere
 from world import World
 
 from vpipe.description import Executor
-from vpipe.distributed.descriptors import AT_START, SPARE, joining
+from vpipe.distributed.environment import AT_START, SPARE, joining
 from vpipe.schedules.registry import RegisteredSchedule
 
 EVEN, UNEVEN = [2, 2, 2, 2], [1, 4, 2, 1]

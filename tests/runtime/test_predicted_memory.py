@@ -28,7 +28,7 @@ from vpipe.plan.stage_costs import SUM_BYTES, combined_memory
 from vpipe.profiling import RankGroup, measure
 from vpipe.runtime.action_recorder import label_actions
 from vpipe.runtime.reducer import BUCKET_BYTES
-from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.action import RecordedAction
 
 pytestmark = pytest.mark.jobs
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from vpipe.schedules.action import Op
-from vpipe.schedules.action_record import RecordedAction, RecordedEvaluation
+from vpipe.schedules.action import Op, RecordedAction, RecordedEvaluation
 
 
 def test_records_are_lines_of_json() -> None:

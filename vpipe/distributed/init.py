@@ -19,9 +19,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from vpipe import accelerator
 from vpipe.distributed import excepthook
-from vpipe.distributed.descriptors import named_if_none_left, reserve_for_joining
 from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, visible_here
-from vpipe.distributed.environment import RankEnvironment, read_number, read_text
+from vpipe.distributed.environment import (
+    RankEnvironment,
+    named_if_none_left,
+    read_number,
+    read_text,
+    reserve_for_joining,
+)
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.network import Host

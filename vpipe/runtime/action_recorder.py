@@ -20,8 +20,7 @@ from vpipe.runtime.microbatches import Signature
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.action_record import RecordedAction, RecordedEvaluation
+from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
 from vpipe.schedules.kinds import GATHERED, Memory
 
 MOST_ACTIONS = 100_000

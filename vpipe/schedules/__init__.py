@@ -8,8 +8,7 @@ from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
     from vpipe.schedules import delays, kinds
-    from vpipe.schedules.action import Action
-    from vpipe.schedules.action_record import RecordedAction
+    from vpipe.schedules.action import Action, RecordedAction
     from vpipe.schedules.builder import build, outline
     from vpipe.schedules.checker import check
     from vpipe.schedules.costs import Costs
@@ -25,7 +24,7 @@ __all__ = ["Action", "Costs", "CsvFile", "Dependencies", "RecordedAction", "Regi
 
 # Loaded when first asked for: what reads a config must not wait for the simulator.
 __getattr__ = lazy(__name__, {
-    "Action": "action", "RecordedAction": "action_record", "build": "builder", "check": "checker",
+    "Action": "action", "RecordedAction": "action", "build": "builder", "check": "checker",
     "Costs": "costs", "CsvFile": "csv_format", "Dependencies": "graph", "lower": "lowering",
     "RegisteredSchedule": "registry", "register_schedule": "registry",
     "outline": "builder", "Schedule": "schedule", "Timeline": "simulator.timeline", "simulate": "simulator.timeline"})

@@ -15,8 +15,7 @@ from vpipe.app.cli import main
 from vpipe.app.report.figures import Figures, Window, rank_times, steady_window
 from vpipe.app.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.app.report.recording import Recording, Track, read_recording
-from vpipe.schedules.action import Action
-from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.action import Action, RecordedAction
 from vpipe.schedules.size import Placement
 
 
