@@ -22,7 +22,7 @@ from vpipe.plan.plan import Plan
 from vpipe.schedules.builder import build
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 VPIPE = Path(sys.executable).with_name("vpipe")
 
@@ -414,7 +414,7 @@ def test_actions_that_torch_does_itself_are_reported(here: Path, capsys: pytest.
     assert {cell[1] for row in rows for cell in row} <= set("FBIW")
     assert err == ("note: num_stages=4, n_microbatches=2; left out: 4 STEP: step the optimizer after schedule.step(); "
                    "2 R: a backward recomputes where your modules use torch.utils.checkpoint\n")
-    (here / "a.csv").write_text(lower(build("1f1b", default_placement(2), 1)).to_csv())
+    (here / "a.csv").write_text(lower(build("1f1b", Layout.LOOP(2), 1)).to_csv())
     assert main(["schedule", "a.csv", "--format", "torch"]) == 0
     out, err = capsys.readouterr()
     assert (out, err.count("left out: 4 transfers and sums: PyTorch adds its own; 2 STEP")) == ("0F0,0B0\n1F0,1B0\n", 1)
@@ -490,7 +490,7 @@ def test_a_schedule_that_breaks_a_rule(here: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_lowered_file_is_checked_unchanged(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    schedule = lower(build("1f1b", default_placement(2), 2))
+    schedule = lower(build("1f1b", Layout.LOOP(2), 2))
     (here / "a.csv").write_text(schedule.to_csv())
     assert "18 actions, 8 of them transfers\nno deadlock, whether sends wait for their receives or not\n" in printed(
         capsys, "check", "a.csv")

@@ -34,7 +34,7 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
@@ -224,7 +224,7 @@ def drawn_delays(stages: int = 8) -> str:
              '<text x="340" y="20" font-size="13">mean delay of the gradients of 8 stages, in updates</text>']
     for panel, (name, every) in enumerate(PANELS):
         left = 40 + panel * (width + 5)
-        schedule = build(name, default_placement(stages), every, every)
+        schedule = build(name, Layout.LOOP(stages), every, every)
         lines += [f'<line class="line" x1="{left}" x2="{left + width - 12}" y1="{bottom}" y2="{bottom}"/>',
                   f'<text x="{left + 68}" y="{bottom + 30}">{name}</text>',
                   f'<text x="{left + 68}" y="{bottom + 44}">k = {every}</text>']
@@ -247,7 +247,7 @@ def test_the_bubbles_and_delays_beside_one_another_are_those_of_the_code() -> No
             recipe = RegisteredSchedule.named(name)
             made = build(name, recipe.layout(p, recipe.chunks), int(m))
             assert round(100 * Summary.of(made, RankCosts(1, 1, 1)).timeline.bubble_share) == int(percent)
-        stream = build("pipedream", default_placement(p), int(m), int(m))
+        stream = build("pipedream", Layout.LOOP(p), int(m), int(m))
         assert f"{mean_delay(stream, 0):.3g}" == delay
 
 

@@ -21,7 +21,7 @@ from vpipe_systems import emulated_model
 
 from vpipe import Asynchronous, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 UPDATES, WINDOWS = 40, 3
 
@@ -86,7 +86,7 @@ def measure_stream(stream: Stream, system: str) -> StreamRow:
     """Let a stream flow in processes of its own; measure it when the pipeline is full."""
     if system == "bare":
         depth = max(stream.depths) + 2
-        work: Any = partial(_bare, stream, *(Boxes(FORK, default_placement(stream.ranks), depth) for _ in range(2)))
+        work: Any = partial(_bare, stream, *(Boxes(FORK, Layout.LOOP(stream.ranks), depth) for _ in range(2)))
     else:
         work = partial(_vpipe, stream)
     ranks = run_ranks(stream.ranks, partial(_windows, stream, work))

@@ -39,7 +39,7 @@ from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout, Placement, default_placement
+from vpipe.schedules.size import Layout, Placement
 
 RANKS, MICROBATCHES = 4, 8
 HOP_S = 0.001
@@ -86,7 +86,7 @@ MODELS = {"gpt2": Uneven(12, 5.4, 0.01), "llama3-8b": Uneven(32, 2.4, 0.005)}
 def order_of_torch(name: str, chunks: int) -> Schedule:
     """The order of one of torch's schedules, from the file that torch writes of it."""
     if name == "1F1B":  # torch writes no file of those with one stage per rank
-        return build("1f1b", default_placement(RANKS), MICROBATCHES)
+        return build("1f1b", Layout.LOOP(RANKS), MICROBATCHES)
     stage = SimpleNamespace(num_stages=RANKS * chunks, group_size=RANKS, group_rank=0, submod=None, is_last=False,
                             has_backward=True)
     with TemporaryDirectory() as folder:

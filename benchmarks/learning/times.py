@@ -104,7 +104,7 @@ def _period(schedule: str, ranks: int, batch: int, step_s: float) -> float:
     ends: dict[int, float] = {}
     for events in timeline.events:
         for event in events:
-            if event.action.op.value == "STEP":
+            if event.action.op == "STEP":
                 update = event.action.index
                 ends[update] = max(ends.get(update, 0.0), float(event.end_s))
     return (ends[UPDATES - 1] - ends[UPDATES // 2 - 1]) / (UPDATES // 2)
@@ -113,7 +113,7 @@ def _period(schedule: str, ranks: int, batch: int, step_s: float) -> float:
 def _repeated(schedule: Schedule) -> Schedule:
     """Return so many updates of a schedule with a flush, one after the other on every rank."""
     def moved(action: Action, update: int) -> Action:
-        by = 1 if action.op.value == "STEP" else schedule.microbatches
+        by = 1 if action.op == "STEP" else schedule.microbatches
         return action._replace(index=action.index + by * update)
 
     return replace(schedule, microbatches=UPDATES * schedule.microbatches, programs=tuple(

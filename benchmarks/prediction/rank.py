@@ -138,7 +138,7 @@ def clocked(worker: Worker) -> dict[str, list[float]]:
     def timed(action: Action) -> None:
         started = thread_time()
         execute(action)
-        seconds[f"{action.stage}{action.op.value}"].append(thread_time() - started)
+        seconds[f"{action.stage}{action.op}"].append(thread_time() - started)
 
     worker.execute = timed  # type: ignore[method-assign]
     return seconds

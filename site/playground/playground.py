@@ -159,9 +159,9 @@ def _drawn(summary: Summary, command: str) -> Mapping[str, Any]:
     versions, per_step, period = summary.versions_used, schedule.assignment.step_microbatches, summary.period_s
     ranks = [{"name": row_name(schedule.placement, rank), "activations": peaks.peak_activations,
               "halves": peaks.peak_weight_halves, "idle": number(timeline.idle_s[rank]),
-              "events": [[str(event.action), event.action.op.value, plain(event.start_s), plain(event.end_s),
+              "events": [[str(event.action), str(event.action.op), plain(event.start_s), plain(event.end_s),
                           versions.get((event.action.stage, event.action.index))
-                          if event.action.op.value != "STEP" else None] for event in timeline.events[rank]],
+                          if event.action.op != "STEP" else None] for event in timeline.events[rank]],
               "memory": [[plain(time), plain(held)] for time, held in dict(timeline.memory[rank]).items()],
               "peak": number(timeline.peak_bytes[rank])} for rank, peaks in enumerate(summary.proved.rank_peaks)]
     moments = sorted({plain(time) for events in timeline.events for event in events

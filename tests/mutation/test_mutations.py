@@ -39,7 +39,7 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 NATIVE = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "num_heads": 4, "dropout": 0.1, "vocab_size": 64},
@@ -138,7 +138,7 @@ def test_profiles(tmp_path: Path) -> None:
 
 
 def test_schedules(tmp_path: Path) -> None:
-    made = [build(name, default_placement(2), 4) for name in ("gpipe", "1f1b", "zb_h1", "pipedream")]
+    made = [build(name, Layout.LOOP(2), 4) for name in ("gpipe", "1f1b", "zb_h1", "pipedream")]
     texts = [each.to_csv() for schedule in made for each in (schedule, lower(schedule))]
     texts += [schedule.to_torch_csv() for schedule in made if schedule.flush]
     path, dice, refused = tmp_path / "s.csv", Random(0), 0

@@ -23,7 +23,7 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.peaks import peak_contents
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 
 def equal(layers: int = 4, *, step_s: float = 0.0, cores: int | None = None) -> Profile:
@@ -217,7 +217,7 @@ def test_costs_are_of_halves_where_a_schedule_halves() -> None:
 def test_a_schedule_from_a_file_takes_what_it_takes_by_name(name: str, tmp_path: Path) -> None:
     made, plan = equal(), Plan(Cut((1,) * 4, recompute=(1.0, 0.0, 0.0, 0.0)), Order(name), microbatches=8)
     path = tmp_path / f"{name}.csv"
-    path.write_text(build(name, default_placement(4), 8).to_csv())
+    path.write_text(build(name, Layout.LOOP(4), 8).to_csv())
     by_name, by_file = (predict(made, one).prediction for one in (plan, replace(plan, order=Order(str(path)))))
     assert by_file.samples_per_step == by_name.samples_per_step
     if name == "pipedream":  # a file ends with its batch: the pipeline is filled and emptied every time

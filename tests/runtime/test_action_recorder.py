@@ -17,7 +17,7 @@ from vpipe.errors import RunError
 from vpipe.runtime import action_recorder as trace
 from vpipe.runtime import activations as kept
 from vpipe.runtime.microbatches import Batch
-from vpipe.schedules.action import Op, RecordedAction, RecordedEvaluation
+from vpipe.schedules.action import Kind, Op, RecordedAction, RecordedEvaluation
 
 SETTINGS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "stages": 3, "recompute": [0.5, 1.0, 0.0], "grad_clip": 0.5},
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_counts_on(setting: dict[str, Any], tmp_path: Path) -
     """Updates, versions and microbatches of the second half have the numbers that they have in a whole run."""
     data = rich_batches(4, 8)
 
-    def recorded(batches: list[Batch], load: bool = False) -> tuple[Pipeline, list[list[tuple[Op, int, int]]]]:
+    def recorded(batches: list[Batch], load: bool = False) -> tuple[Pipeline, list[list[tuple[Kind, int, int]]]]:
         pipe = Pipeline(rich_model(),
                         **parts(microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **setting))
         if load:
@@ -148,7 +148,7 @@ def dense_notes(schedule: str, recompute: Any) -> dict[int, list[RecordedAction]
 
 
 def held(notes: Sequence[RecordedAction], *texts: str) -> list[int]:
-    by_text = {f"{note.stage}{note.op.value}{note.number}": note.held_bytes for note in notes}
+    by_text = {f"{note.stage}{note.op}{note.number}": note.held_bytes for note in notes}
     return [by_text[text] // TENSOR if by_text[text] % TENSOR == 0 else -1 for text in texts]
 
 

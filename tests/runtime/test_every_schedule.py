@@ -17,7 +17,7 @@ from vpipe.runtime.transport.transport import InProcessTransport, TransferKey
 from vpipe.schedules.action import Action, Op, input_half, weight_half
 from vpipe.schedules.builder import build
 from vpipe.schedules.registry import _REGISTERED, RegisteredSchedule
-from vpipe.schedules.size import Size, default_placement
+from vpipe.schedules.size import Layout, Size
 
 FLUSH = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).flush]
 STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
@@ -173,7 +173,7 @@ def test_late_weight_halves_of_a_stream_are_exact(recompute: float, monkeypatch:
 
 def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_path: Path) -> None:
     file = tmp_path / "stream.csv"
-    file.write_text(build("pipedream", default_placement(2), 4).to_csv())
+    file.write_text(build("pipedream", Layout.LOOP(2), 4).to_csv())
     model, batches = rich_model(), rich_batches(2, 4)
 
     def run(evaluate: bool) -> list[float]:
@@ -205,7 +205,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 
 def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path) -> None:
     file = tmp_path / "stream.csv"
-    file.write_text(build("pipedream", default_placement(2), 4).to_csv())
+    file.write_text(build("pipedream", Layout.LOOP(2), 4).to_csv())
     pipe, batches = pipeline_of(rich_model, schedule=str(file), partition=[3, 5]), rich_batches(3, 4)
     assert_same(pipe, list(pipe.engine.train(batches, updates=6)), oracle_of(pipe, batches[:2]))
 

@@ -29,7 +29,7 @@ from vpipe.schedules.kinds import GRADIENT, MICROBATCH, Kind, Value, register_ki
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an action behind every step."""
 
@@ -106,7 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_it_is_proved(folder: Path) -> None:
-    schedule = lower(build("averaging_1f1b", default_placement(3), 4, ties={0: (2,)}), norm=True)
+    schedule = lower(build("averaging_1f1b", Layout.LOOP(3), 4, ties={0: (2,)}), norm=True)
     check(schedule)
     assert [str(program[-1]) for program in schedule.programs] == ["0AVERAGE0", "1AVERAGE0", "2AVERAGE0"]
     rows = [list(program) for program in schedule.programs]
@@ -116,8 +116,8 @@ def test_it_is_proved(folder: Path) -> None:
 
 
 def test_it_is_costed(folder: Path) -> None:
-    schedule = build("averaging_1f1b", default_placement(2), 2)
-    plain = build("1f1b", default_placement(2), 2)
+    schedule = build("averaging_1f1b", Layout.LOOP(2), 2)
+    plain = build("1f1b", Layout.LOOP(2), 2)
     costs = Costs((StageCosts(1, 1, 1, step_s=4, activation_bytes=Fraction(1, 3), version_bytes=10),) * 2)
     with_it, without = simulate(schedule, costs), simulate(plain, costs)
     assert with_it.makespan_s == without.makespan_s + 2
@@ -178,7 +178,7 @@ def made(text: str, **row: Any) -> Kind:
 
 def with_kind(kind: Kind, place: int = 1) -> Schedule:
     """1F1B on one rank with an action of the kind somewhere, from its end on."""
-    schedule = build("1f1b", default_placement(1), 1)
+    schedule = build("1f1b", Layout.LOOP(1), 1)
     (program,) = schedule.programs
     at = len(program) - place
     return schedule.with_programs([(*program[:at], Action(kind, 0, 0), *program[at:])])
@@ -235,7 +235,7 @@ def test_rows_that_differ_in_a_captured_number_differ() -> None:
 
 
 def test_a_replay_takes_as_long_as_was_measured(folder: Path) -> None:
-    schedule = build("averaging_1f1b", default_placement(1), 1)
+    schedule = build("averaging_1f1b", Layout.LOOP(1), 1)
     kind = schedule.programs[0][-1].op
     costs = Costs((StageCosts(1, 1, 1, step_s=4),), seconds={(kind, 0): 50})
     assert simulate(schedule, costs).makespan_s == 1 + 2 + 4 + 50
@@ -300,7 +300,7 @@ def test_kinds_that_make_what_others_make_disturb_no_schedule(folder: Path) -> N
 
 
 def test_one_that_stands_twice_or_on_another_rank_is_explained(folder: Path) -> None:
-    schedule = build("averaging_1f1b", default_placement(2), 2)
+    schedule = build("averaging_1f1b", Layout.LOOP(2), 2)
     rows = [list(program) for program in schedule.programs]
     rows[1].append(rows[1][-1])
     with pytest.raises(CheckError, match="1AVERAGE0 stands 2 times in the programs"):

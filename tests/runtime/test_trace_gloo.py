@@ -29,7 +29,7 @@ def recorded() -> dict[str, Any]:
         with patch("vpipe.runtime.collectives.perf_counter", lambda: perf_counter() + 3600 * dist.get_rank()):
             offset_s = clock_offset()
     return {"losses": losses, "offset_s": offset_s,
-            "actions": {rank: [[f"{note.stage}{note.op.value}{note.number}", note.held_bytes, note.versions]
+            "actions": {rank: [[f"{note.stage}{note.op}{note.number}", note.held_bytes, note.versions]
                                for note in own if isinstance(note, RecordedAction)] for rank, own in notes.items()},
             "waits_within_actions": all(0 <= note.waited_s <= note.end_s - note.start_s
                                         for own in notes.values() for note in own if isinstance(note, RecordedAction))}

@@ -16,7 +16,7 @@ from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, default_placement
+from vpipe.schedules.size import Layout
 
 
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
@@ -43,14 +43,14 @@ def compute(schedule: Schedule, rank: int) -> str:
 
 
 def test_gpipe_with_its_backwards_reversed() -> None:
-    schedule = prove("gpipe", default_placement(3), 4, last_first=True)
+    schedule = prove("gpipe", Layout.LOOP(3), 4, last_first=True)
     assert [compute(schedule, rank) for rank in range(3)] == ["F0 F1 F2 F3 B3 B2 B1 B0 STEP0"] * 3
     assert schedule.name == "gpipe"
-    assert compute(prove("gpipe", default_placement(3), 4), 1) == "F0 F1 F2 F3 B0 B1 B2 B3 STEP0"
+    assert compute(prove("gpipe", Layout.LOOP(3), 4), 1) == "F0 F1 F2 F3 B0 B1 B2 B3 STEP0"
 
 
 def test_a_recomputation_stays_before_its_backward() -> None:
-    reversed_order = reverse_backwards(build("gpipe", default_placement(2), 3, recompute=[0]))
+    reversed_order = reverse_backwards(build("gpipe", Layout.LOOP(2), 3, recompute=[0]))
     assert [compute(reversed_order, rank) for rank in range(2)] == [
         "F0 F1 F2 R2 B2 R1 B1 R0 B0 STEP0", "F0 F1 F2 B2 B1 B0 STEP0"]
 

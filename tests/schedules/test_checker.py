@@ -16,13 +16,13 @@ from vpipe.schedules.checker import RULES, check, execute, prove
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, default_placement
+from vpipe.schedules.size import Layout
 from vpipe.testing import schedules
 
 
 def good(name: str = "1f1b", stages: int = 3, microbatches: int = 4, every: int | None = None, *, tied: bool = True,
          norm: bool = True) -> Schedule:
-    return prove(name, default_placement(stages), microbatches, every, {0: (stages - 1,)} if tied else {}, norm)
+    return prove(name, Layout.LOOP(stages), microbatches, every, {0: (stages - 1,)} if tied else {}, norm)
 
 
 def stream() -> Schedule:
@@ -63,7 +63,7 @@ def parsed(program: str) -> tuple[Action, ...]:
 
 def by_hand(*programs: str) -> Schedule:
     """A flush schedule of one microbatch order per rank, lowered."""
-    schedule = build("gpipe", default_placement(len(programs)), 1 + max(int(p[-1]) for p in programs))
+    schedule = build("gpipe", Layout.LOOP(len(programs)), 1 + max(int(p[-1]) for p in programs))
     return lower(schedule.with_programs([parsed(f"{program} {rank}STEP0") for rank, program in enumerate(programs)]))
 
 
@@ -83,7 +83,7 @@ def vee(ties: Mapping[int, tuple[int, ...]] | None = None, *, norm: bool = True,
 
 def synchronised() -> Schedule:
     """A stream of two stages, each microbatch on one version through both."""
-    schedule = build("pipedream", default_placement(2), 4, 1, {0: (1,)})
+    schedule = build("pipedream", Layout.LOOP(2), 4, 1, {0: (1,)})
     last = parsed("1USE0 1F0 1B0 1STEP0 1F1 1B1 1USE1 1STEP1 1F2 1B2 1USE2 1STEP2 1F3 1B3 1USE3 1STEP3")
     return lower(replace(schedule, versions=(2, 2)).with_programs([schedule.programs[0], last]))
 
@@ -171,7 +171,7 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: added(good(), 1, "1STEP0"), "1STEP0 comes where update 1 of stage 1 is due", "1STEP0"),
         (lambda: moved(halves(), 1, "1STEP0", before="1W3"), "those missing are [3]", "1STEP0"),
         (lambda: without(vee(), 1, "2STEP0"), "stage 2 makes 0 of 1 updates", "end"),
-        (lambda: replace(moved(build("gpipe", default_placement(1), 3), 0, "0STEP0", before="0B2"), update_every=2,
+        (lambda: replace(moved(build("gpipe", Layout.LOOP(1), 3), 0, "0STEP0", before="0B2"), update_every=2,
                          flush=False), "stage 0 makes 1 of 2 updates", "end"),
         (lambda: replace(stream(), flush=True), "0STEP0 with 2 microbatches in flight", "0STEP0"),
         (lambda: without(replicated_stream(), 1, "0STEP1"), "stage 0 on rank 1 makes 1 of 2 updates", "end"),
@@ -262,7 +262,7 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
          "rank 0 borrows the tied weights of stage 0 and never receives their last version 1", "end"),
     ],
     "borrowed_versions": [
-        (lambda: moved(build("pipedream", default_placement(2), 4, ties={0: (1,)}), 1, "1F3", before="1F2"),
+        (lambda: moved(build("pipedream", Layout.LOOP(2), 4, ties={0: (1,)}), 1, "1F3", before="1F2"),
          "1F2 on rank 1 uses version 1 of the tied weights of stage 0, after a forward that uses version 2", "1F2"),
     ],
     "channel_order": [
@@ -402,11 +402,11 @@ def test_no_action_can_be_left_out(schedule: Schedule, data: st.DataObject) -> N
 
 @given(st.sampled_from(["gpipe", "1f1b", "pipedream"]), st.integers(1, 8), st.integers(1, 24), st.booleans())
 def test_compute_only_schedules_pass(name: str, stages: int, microbatches: int, tied: bool) -> None:
-    check(build(name, default_placement(stages), microbatches, ties={0: (stages - 1,)} if tied and stages > 1 else {}))
+    check(build(name, Layout.LOOP(stages), microbatches, ties={0: (stages - 1,)} if tied and stages > 1 else {}))
 
 
 def test_a_compute_only_deadlock() -> None:
-    schedule = edited(build("1f1b", default_placement(2), 2), 0, lambda texts: texts.insert(1, texts.pop(2)))
+    schedule = edited(build("1f1b", Layout.LOOP(2), 2), 0, lambda texts: texts.insert(1, texts.pop(2)))
     check(schedule)
     crossed = edited(schedule, 1, lambda texts: texts.insert(1, texts.pop(2)))
     with pytest.raises(CheckError, match="rank 0 stands before 0B0 and waits for 1B0 of rank 1; "
@@ -440,4 +440,4 @@ def test_the_version_in_use(schedule: Callable[[], Schedule], version: list[int]
 
 def test_prove_refuses_numbers_before_it_checks() -> None:
     with pytest.raises(UserError, match="does not divide 5"):
-        prove("pipedream", default_placement(2), 5, 2)
+        prove("pipedream", Layout.LOOP(2), 5, 2)

@@ -23,7 +23,7 @@ from vpipe.schedules.csv_format import LARGEST_BYTES, CsvFile
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import both_ways, default_placement
+from vpipe.schedules.size import Layout, both_ways
 
 Order = Mapping[int, Sequence[Any]]
 
@@ -160,7 +160,7 @@ def test_torch_loads_each_of_ours_that_has_a_flush(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("schedule", "what"), [
-    (build("pipedream", default_placement(2), 4), "'pipedream' updates weights before its pipeline is empty"),
+    (build("pipedream", Layout.LOOP(2), 4), "'pipedream' updates weights before its pipeline is empty"),
     (build("1f1b", ((0, 1), (2,)), 4), "stage 0 has 2 replicas, ranks 0, 1, but in PyTorch's runtime a stage has one"),
     (build("dualpipe", both_ways(4), 8), "hint: take a schedule that places every stage once, such as zb_v, or "
      "dualpipe_v in place of dualpipe; vpipe train runs this one"),
@@ -214,7 +214,7 @@ def read_text(text: str | bytes, folder: Path) -> Schedule:
 
 
 def test_a_stream_keeps_its_updates_and_versions(tmp_path: Path) -> None:
-    read = read_text(build("pipedream", default_placement(3), 8, 2).to_csv(), tmp_path)
+    read = read_text(build("pipedream", Layout.LOOP(3), 8, 2).to_csv(), tmp_path)
     assert (read.flush, read.update_every, read.versions) == (False, 2, (2, 2, 1))
 
 
@@ -252,15 +252,15 @@ def test_actions_left_out_of_a_torch_file_are_named(tmp_path: Path) -> None:
 
 
 def test_transfers_of_ties_and_norms_are_left_out_of_the_file(tmp_path: Path) -> None:
-    schedule = prove("1f1b", default_placement(3), 4, None, {0: (2,)}, norm=True)
+    schedule = prove("1f1b", Layout.LOOP(3), 4, None, {0: (2,)}, norm=True)
     assert {action.op for program in schedule.programs for action in program} >= {Op.SEND_W, Op.RECV_G, Op.NORM}
     read = read_text(schedule.to_csv(), tmp_path)
     check(read)
-    assert read.programs == lower(build("1f1b", default_placement(3), 4)).programs
+    assert read.programs == lower(build("1f1b", Layout.LOOP(3), 4)).programs
 
 
 def test_actions_that_torch_has_not_are_left_out_for_it() -> None:
-    schedule = build("gpipe", default_placement(1), 1)
+    schedule = build("gpipe", Layout.LOOP(1), 1)
     more = schedule.with_programs([[Action(Op.USE, 0, 0), *schedule.programs[0][:1], Action(Op.RECOMPUTE, 0, 0),
                                     *schedule.programs[0][1:]]])
     assert more.to_csv() == "0USE0,0F0,0R0,0B0,0STEP0\n"

@@ -8,9 +8,9 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.delays import greatest_delay, mean_delay
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
-PLACEMENTS = [default_placement(1), default_placement(4), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3,)),
+PLACEMENTS = [Layout.LOOP(1), Layout.LOOP(4), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3,)),
               ((0,), (1, 2, 3), (4, 5))]
 
 
@@ -47,6 +47,6 @@ def test_the_mean_delay_is_the_warm_up_over_the_microbatches_of_an_update(
 
 
 def test_gradients_are_never_late_with_a_flush() -> None:
-    schedule = build("1f1b", default_placement(4), 8)
+    schedule = build("1f1b", Layout.LOOP(4), 8)
     assert schedule.warmup == ()
     assert delays(schedule) == [(0, 0)] * 4

@@ -6,7 +6,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build
 from vpipe.schedules.error_grid import MARK, SIDE, draw_grid, rule_error
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 
 def programs(*texts: str) -> list[list[Action]]:
@@ -74,7 +74,7 @@ def test_every_mark_is_shown() -> None:
 
 
 def test_a_fault() -> None:
-    schedule = build("gpipe", default_placement(1), 1)
+    schedule = build("gpipe", Layout.LOOP(1), 1)
     error = rule_error(schedule, "it is wrong", "mend it", (0, 1))
     assert isinstance(error, CheckError)
     assert isinstance(error, UserError)

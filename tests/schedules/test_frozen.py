@@ -14,11 +14,11 @@ from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.prepare import with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 
 def test_frozen_stages_only_send_forward() -> None:
-    schedule = with_frozen(prove("1f1b", default_placement(3), 2, norm=True, recompute=[0, 2]), 1)
+    schedule = with_frozen(prove("1f1b", Layout.LOOP(3), 2, norm=True, recompute=[0, 2]), 1)
     assert [" ".join(str(action)[1:] for action in program) for program in schedule.programs] == [
         "F0 SEND_F0 F1 SEND_F1 NORM0 STEP0",
         "RECV_F0 RECV_F1 F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 B1 NORM0 STEP0",
@@ -52,7 +52,7 @@ def test_a_stream_is_held_back_by_the_first_stage_that_trains(placement: tuple[t
 def test_forwards_in_front_only_delay_the_beginning_of_the_trained_stages() -> None:
     trained = (StageCosts(1, 1, 1),) * 2
     costs = Costs((StageCosts(3, 0, 0),) * 2 + trained).with_transfers(1)
-    whole, alone = build("1f1b", default_placement(4), 8), build("1f1b", default_placement(2), 8)
+    whole, alone = build("1f1b", Layout.LOOP(4), 8), build("1f1b", Layout.LOOP(2), 8)
     rest = simulate(alone, Costs(trained).with_transfers(1)).makespan_s
     found = simulate(freeze(whole, 2), costs)
     assert found.makespan_s == 2 * (3 + 1) + rest == 43
@@ -61,7 +61,7 @@ def test_forwards_in_front_only_delay_the_beginning_of_the_trained_stages() -> N
 
 
 def test_a_backward_that_is_not_needed_breaks_a_rule() -> None:
-    schedule = freeze(build("zb_h1", default_placement(2), 2), 1)
+    schedule = freeze(build("zb_h1", Layout.LOOP(2), 2), 1)
     with pytest.raises(CheckError, match="0I1 stands in the programs, but stage 0 trains nothing"):
         check(schedule.with_programs([(*schedule.programs[0], Action.parse("0I1")), schedule.programs[1]]))
     with pytest.raises(CheckError, match="1B0 is missing"):

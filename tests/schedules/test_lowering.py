@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build, replica_views, stream_program
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, Placement, default_placement
+from vpipe.schedules.size import Layout, Placement
 from vpipe.schedules.versions import StreamVersions
 
 
@@ -134,7 +135,7 @@ def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None
 def test_lowering_adds_and_moves_nothing_else(schedule: Schedule) -> None:
     every = None if schedule.flush else schedule.update_every
     bare = build(schedule.name, schedule.placement, schedule.microbatches, every)
-    added = {Op.NORM, *(op for op in Op if op.transfer is not None)}
+    added = {Op.NORM, *(op for op in kinds.known() if op.transfer is not None)}
     assert bare.programs == schedule.with_programs(
         [[action for action in program if action.op not in added] for program in schedule.programs]).programs
 
@@ -171,7 +172,7 @@ def endless(name: str, placement: Placement, every: int, rank: int) -> Iterator[
 
 
 def test_a_stream_is_lowered_lazily() -> None:
-    placement = default_placement(3)
+    placement = Layout.LOOP(3)
     asked: list[Action] = []
 
     def compute(rank: int) -> Iterator[Action]:
@@ -187,7 +188,7 @@ def test_a_stream_is_lowered_lazily() -> None:
 
 
 def versions_of(name: str, every: int) -> StreamVersions:
-    placement = default_placement(3)
+    placement = Layout.LOOP(3)
     return StreamVersions(Assignment(placement, every, False, lambda number: True),
                           lambda rank: endless(name, placement, every, rank))
 

@@ -18,7 +18,7 @@ from vpipe.schedules.checker import prove
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 from vpipe.testing import version_rule
 
 
@@ -56,7 +56,7 @@ def test_a_stream_that_takes_no_warm_up_is_called_as_before() -> None:
         warmup = tuple(2 * (ranks - 1 - position) for position in range(ranks))
         yield from RegisteredSchedule.named("pipedream").program(rank, ranks, microbatches, update_every, warmup)
 
-    schedule = prove("eager", default_placement(3), 48, 6)
+    schedule = prove("eager", Layout.LOOP(3), 48, 6)
     assert [mean_delay(schedule, stage) for stage in range(3)] == [4 / 6, 2 / 6, 0]
     assert version_rule("eager")(20, 0, (1, 1, 1), 6) == 2
     with pytest.raises(UserError, match=r"warmup_depth is \[4, 2, 0\], but 'eager' has an order of its own"):
@@ -97,7 +97,7 @@ def narrow(rank: int) -> Iterator[Action]:
 def test_a_wrong_generator(program: Callable[..., Any], what: str, hint: str) -> None:
     register_schedule("mine", flush=True)(program)
     with pytest.raises(UserError) as caught:
-        prove("mine", default_placement(2), 1)
+        prove("mine", Layout.LOOP(2), 1)
     [problem] = caught.value.problems
     assert problem.what.startswith(what)
     assert problem.hint.startswith(hint)

@@ -20,7 +20,7 @@ from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import Timeline, simulate
-from vpipe.schedules.size import Layout, Placement, Size, default_placement
+from vpipe.schedules.size import Layout, Placement, Size
 
 V_OF_4 = Layout.ZIGZAG(4, 2)
 
@@ -92,11 +92,11 @@ def test_never_worse_than_any_made_by_hand_that_keeps_the_limits(
 
 
 @pytest.mark.parametrize(("placement", "microbatches", "limit", "bubble"), [
-    (default_placement(4), 8, None, 0),  # ZB-H2
-    (default_placement(4), 8, 7, 0),  # ... in its memory
-    (default_placement(4), 8, 5, 2),  # between the two: nothing made by hand
-    (default_placement(4), 8, 4, 3),  # ZB-H1, in the memory of 1F1B
-    (default_placement(4), 8, 1, 48),  # one microbatch after the other
+    (Layout.LOOP(4), 8, None, 0),  # ZB-H2
+    (Layout.LOOP(4), 8, 7, 0),  # ... in its memory
+    (Layout.LOOP(4), 8, 5, 2),  # between the two: nothing made by hand
+    (Layout.LOOP(4), 8, 4, 3),  # ZB-H1, in the memory of 1F1B
+    (Layout.LOOP(4), 8, 1, 48),  # one microbatch after the other
     (V_OF_4, 8, 8, 0),  # ZB-V, in the memory of 1F1B: stages are half as large
     (V_OF_4, 8, 2, 44),
     (Layout.LOOP(4, 2), 8, None, 0),  # interleaved has 9/2
@@ -110,7 +110,7 @@ def test_bubbles_at_equal_costs(placement: Placement, microbatches: int, limit: 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 5), (5, 7), (8, 9)])
 def test_auto_is_no_longer_than_zb_h1_where_that_alone_is_shortest(ranks: int, microbatches: int) -> None:
-    found, made = (timeline(build(name, default_placement(ranks), microbatches)) for name in ("auto", "zb_h1"))
+    found, made = (timeline(build(name, Layout.LOOP(ranks), microbatches)) for name in ("auto", "zb_h1"))
     assert found.bubble_s < made.bubble_s
     assert found.makespan_s <= made.makespan_s
 
@@ -139,13 +139,13 @@ def test_a_limit_below_one_microbatch_is_refused_with_the_numbers() -> None:
         search(Layout.LOOP(2, 2), 4, limits=1)
     costs = Costs((StageCosts(1, 1, 1), StageCosts(1, 1, 1, activation_bytes=5, version_bytes=3)))
     with pytest.raises(UserError, match="limit of 7 on rank 1: one microbatch alone holds 8 there"):
-        search(default_placement(2), 4, costs, [None, 7])
-    assert max(timeline(search(default_placement(2), 4, costs, [None, 8]), costs).peak_bytes) == 8
+        search(Layout.LOOP(2), 4, costs, [None, 7])
+    assert max(timeline(search(Layout.LOOP(2), 4, costs, [None, 8]), costs).peak_bytes) == 8
 
 
 def test_weight_halves_larger_than_activations_are_not_kept_where_they_do_not_fit() -> None:
     costs = Costs((StageCosts(1, 1, 1, weight_half_bytes=3),) * 3)
-    schedule = search(default_placement(3), 4, costs, 2)
+    schedule = search(Layout.LOOP(3), 4, costs, 2)
     assert max(timeline(schedule, costs).peak_bytes) <= 2
     assert not any(action.op is Op.WEIGHT for program in schedule.programs for action in program)
 
@@ -155,9 +155,9 @@ def test_numbers_that_do_not_go_together() -> None:
                             ((3, {"limits": [1, 2, 3]}), "3 memory limits for 2 ranks"),
                             ((0, {}), "2 stages and 0 microbatches")):
         with pytest.raises(UserError, match=text):
-            search(default_placement(2), arguments[0], **arguments[1])
+            search(Layout.LOOP(2), arguments[0], **arguments[1])
     with pytest.raises(UserError, match="'1f1b' has one order, whatever the memory limit of 2"):
-        build("1f1b", default_placement(2), 4, limits=2)
+        build("1f1b", Layout.LOOP(2), 4, limits=2)
 
 
 def test_by_name_on_any_placement() -> None:
@@ -167,7 +167,7 @@ def test_by_name_on_any_placement() -> None:
         assert schedule.ties == {0: (len(placement) - 1,)}
         assert any(action.op is Op.RECOMPUTE for program in schedule.programs for action in program)
     size = Size(4, 8, 1, 8)
-    made = lower(build("auto", default_placement(4), 8, costs=Costs.uniform(size, 3, 2, 1), limits=4))
+    made = lower(build("auto", Layout.LOOP(4), 8, costs=Costs.uniform(size, 3, 2, 1), limits=4))
     check(made)
     assert max(timeline(made, Costs.uniform(size, 3, 2, 1)).peak_bytes) <= 4
     programs = [list(RegisteredSchedule.named("auto").program(rank, 4, 8, chunks=2)) for rank in range(4)]
@@ -176,8 +176,8 @@ def test_by_name_on_any_placement() -> None:
 
 def test_the_best_placement() -> None:
     assert timeline(search(4, 8)).bubble_s == 0
-    assert search(4, 8, chunks=1).placement == default_placement(4)
-    assert search(4, 8, limits=1).placement == default_placement(4)  # two stages hold two
+    assert search(4, 8, chunks=1).placement == Layout.LOOP(4)
+    assert search(4, 8, limits=1).placement == Layout.LOOP(4)  # two stages hold two
 
     def halved(placement: Placement) -> Costs:
         size = Fraction(4, len(placement))
@@ -196,5 +196,5 @@ def test_a_registered_schedule_that_cannot_run_is_passed_over(monkeypatch: pytes
     def stuck(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         yield from reversed(list(made.program(rank, ranks, microbatches)))
 
-    found = timeline(search(default_placement(3), 4))
-    assert found.bubble_s <= timeline(build("1f1b", default_placement(3), 4)).bubble_s
+    found = timeline(search(Layout.LOOP(3), 4))
+    assert found.bubble_s <= timeline(build("1f1b", Layout.LOOP(3), 4)).bubble_s

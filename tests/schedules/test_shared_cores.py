@@ -18,7 +18,7 @@ from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.event_loop import SharedCores
 from vpipe.schedules.simulator.timeline import Event, Timeline, simulate
-from vpipe.schedules.size import Placement, default_placement
+from vpipe.schedules.size import Layout, Placement
 
 TWO = StageCosts(2, 1, 1)
 
@@ -34,7 +34,7 @@ def times(timeline: Timeline, rank: int) -> str:
 
 
 def test_two_ranks_on_one_core_take_turns_or_go_half_as_fast() -> None:
-    timeline = simulate(build("gpipe", default_placement(2), 2), Costs((TWO, TWO), cores=1))
+    timeline = simulate(build("gpipe", Layout.LOOP(2), 2), Costs((TWO, TWO), cores=1))
     assert times(timeline, 0) == "0F0:0-2 0F1:2-6 0B0:10-14 0B1:14-16 0STEP0:16-16"
     assert times(timeline, 1) == "1F0:2-6 1F1:6-8 1B0:8-10 1B1:10-14 1STEP0:14-14"
     assert timeline.makespan_s == 16  # all the work there is, one after the other
@@ -47,7 +47,7 @@ def test_three_ranks_on_two_cores_each_have_two_thirds_of_one() -> None:
 
 
 def test_who_is_left_alone_has_the_core_to_itself() -> None:
-    long = by_hand("0F0 0B0 0STEP0", "1F0 1B0 1STEP0", placement=default_placement(2), microbatches=1)
+    long = by_hand("0F0 0B0 0STEP0", "1F0 1B0 1STEP0", placement=Layout.LOOP(2), microbatches=1)
     stages = (StageCosts(1, 1, 1, step_s=4), StageCosts(3, 1, 1, step_s=1))
     # From 6 on the step of stage 1 (1) shares with the backward of stage 0 (2): both half as fast until 8, then alone.
     assert times(simulate(long, Costs(stages, cores=1)), 0) == "0F0:0-1 0B0:6-9 0STEP0:9-13"
@@ -56,7 +56,7 @@ def test_who_is_left_alone_has_the_core_to_itself() -> None:
 
 def test_hosts_do_not_disturb_each_other() -> None:
     costs = Costs((TWO,) * 4)
-    schedule = build("1f1b", default_placement(4), 4)
+    schedule = build("1f1b", Layout.LOOP(4), 4)
     apart = simulate(schedule, replace(costs, cores=1, hosts=(0, 1, 2, 3)))
     assert apart.events == simulate(schedule, costs).events
     pairs = simulate(schedule, replace(costs, cores=1, hosts=(0, 0, 1, 1)))
@@ -64,7 +64,7 @@ def test_hosts_do_not_disturb_each_other() -> None:
 
 
 def test_a_transfer_takes_of_a_core_at_either_end() -> None:
-    one = by_hand("0F0 0F1 0B0 0B1 0STEP0", "1F0 1F1 1B0 1B1 1STEP0", placement=default_placement(2), microbatches=2)
+    one = by_hand("0F0 0F1 0B0 0B1 0STEP0", "1F0 1F1 1B0 1B1 1STEP0", placement=Layout.LOOP(2), microbatches=2)
     costs = Costs((TWO, TWO), Link(1), cores=1)
     shared = simulate(one, costs)
     # 0F1 (2) shares with both ends of the first transfer (1 each): they are through at 5, it is at 6.
@@ -108,7 +108,7 @@ def _at_work(events: list[Event], start: Number, end: Number) -> int:
 
 
 def test_floats_come_to_the_same() -> None:
-    schedule = build("1f1b", default_placement(4), 8)
+    schedule = build("1f1b", Layout.LOOP(4), 8)
     exact = simulate(schedule, Costs((StageCosts(3, 2, 2, step_s=1),) * 4, Link(Fraction(1, 3)), cores=3))
     floats = simulate(schedule, Costs((StageCosts(3.0, 2.0, 2.0, step_s=1.0),) * 4, Link(1 / 3), cores=3))
     assert float(floats.makespan_s) == pytest.approx(float(exact.makespan_s), rel=1e-12)
@@ -118,7 +118,7 @@ def test_floats_come_to_the_same() -> None:
     ({"cores": 0}, "a host has 0 cores"), ({"cores": 1, "hosts": (0, 0, 0)}, "there are hosts for 3 ranks, but")])
 def test_impossible_numbers_of_cores_are_refused(changed: dict[str, object], text: str) -> None:
     with pytest.raises(UserError, match=text):
-        simulate(build("1f1b", default_placement(2), 2), Costs((TWO, TWO), **changed))  # type: ignore[arg-type]
+        simulate(build("1f1b", Layout.LOOP(2), 2), Costs((TWO, TWO), **changed))  # type: ignore[arg-type]
 
 
 def test_who_joins_in_finds_the_others_half_done() -> None:

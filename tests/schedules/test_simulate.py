@@ -19,7 +19,7 @@ from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import Timeline, simulate
-from vpipe.schedules.size import Placement, Size, default_placement
+from vpipe.schedules.size import Layout, Placement, Size
 
 MEASURED = (Fraction("18.5"), Fraction("18.1"), Fraction("9.3"))
 HALF = Fraction(1, 2)
@@ -42,7 +42,7 @@ def run(name: str, ranks: int, microbatches: int, times: tuple[Number, ...] = (1
 
 def by_hand(*programs: str, microbatches: int, placement: Placement | None = None) -> Schedule:
     actions = tuple(tuple(map(Action.parse, program.split())) for program in programs)
-    placement = placement or default_placement(len(programs))
+    placement = placement or Layout.LOOP(len(programs))
     return Schedule("by_hand", placement, actions, microbatches, microbatches, True, (99,) * len(programs),
                     (99,) * len(placement), {})
 

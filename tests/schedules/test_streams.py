@@ -21,7 +21,7 @@ from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Size, default_placement
+from vpipe.schedules.size import Layout, Size
 
 STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
 
@@ -34,7 +34,7 @@ VERSIONS: dict[str, Callable[[Sequence[int], int, int, int], int]] = {  # of (wa
 
 def made(name: str, ranks: int, microbatches: int, update_every: int | None = None,
          warmup: Sequence[int] | None = None) -> Schedule:
-    return build(name, default_placement(ranks), microbatches, update_every, warmup=warmup)
+    return build(name, Layout.LOOP(ranks), microbatches, update_every, warmup=warmup)
 
 
 def texts(schedule: Schedule) -> list[str]:
@@ -73,7 +73,7 @@ def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
 @given(data=st.data())
 def test_versions(name: str, data: st.DataObject) -> None:
     warmup, every, updates = data.draw(streams(name))
-    schedule = prove(name, default_placement(len(warmup)), every * updates, every, warmup=warmup)
+    schedule = prove(name, Layout.LOOP(len(warmup)), every * updates, every, warmup=warmup)
     for (stage, microbatch), version in Graph.from_schedule(schedule).version.items():
         assert version == VERSIONS[name](warmup, every, stage, microbatch)
     assert [fact.peak_activations for fact in schedule.rank_peaks] == list(schedule.peak_activations)

@@ -20,7 +20,7 @@ from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Assignment, Schedule
 from vpipe.schedules.setting import Setting
-from vpipe.schedules.size import Layout, Placement, default_placement, widened
+from vpipe.schedules.size import Layout, Placement, widened
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
 from vpipe.schedules.versions import StreamVersions
 from vpipe.testing import orders
@@ -54,26 +54,26 @@ def test_a_receive_stands_earlier_where_sends_would_wait_for_each_other() -> Non
 
 
 def test_receives_are_posted_as_the_peer_sends() -> None:
-    lowered = lower(made(default_placement(2), ("0F0 0F1 0B1 0B0 0STEP0", "1F1 1F0 1B1 1B0 1STEP0"), 2))
+    lowered = lower(made(Layout.LOOP(2), ("0F0 0F1 0B1 0B0 0STEP0", "1F1 1F0 1B1 1B0 1STEP0"), 2))
     check(lowered)
     assert texts(lowered)[1].startswith("1RECV_F0 1RECV_F1 1F1 1F0 1B1 1SEND_B1")
 
 
 def test_a_gradient_is_not_received_before_its_forward() -> None:
     """Rank 0 would receive the gradient of microbatch 0 before the forward of 1, whose gradient is sent first."""
-    lowered = lower(made(default_placement(2), ("0F0 0F1 0B0 0B1 0STEP0", "1F0 1F1 1B1 1B0 1STEP0"), 2))
+    lowered = lower(made(Layout.LOOP(2), ("0F0 0F1 0B0 0B1 0STEP0", "1F0 1F1 1B1 1B0 1STEP0"), 2))
     check(lowered)
     assert texts(lowered)[0] == "0F0 0SEND_F0 0F1 0RECV_B1 0RECV_B0 0SEND_F1 0B0 0B1 0STEP0"
 
 
 def test_an_order_without_deadlock_is_not_changed() -> None:
     for name in ("gpipe", "1f1b"):
-        schedule = lower(build(name, default_placement(4), 8, ties={0: (3,)}), norm=True)
+        schedule = lower(build(name, Layout.LOOP(4), 8, ties={0: (3,)}), norm=True)
         assert post_in_time(schedule) == schedule
 
 
 def test_an_order_that_cannot_be_mended_is_not_changed() -> None:
-    schedule = made(default_placement(2), ("0F0 0B0 0F1 0B1 0STEP0", "1F0 1F1 1B0 1B1 1STEP0"), 2)
+    schedule = made(Layout.LOOP(2), ("0F0 0B0 0F1 0B1 0STEP0", "1F0 1F1 1B0 1B1 1STEP0"), 2)
     lowered = lower(schedule)
     assert post_in_time(lowered) == lowered
     with pytest.raises(CheckError, match="deadlock when sends never wait"):
@@ -137,7 +137,7 @@ def test_lanes_whose_layers_compute_together_reach_their_end(name: str) -> None:
 
 def test_lanes_with_programs_of_their_own_stand_still() -> None:
     """Each comes to its end alone; together they come to their collectives in two orders."""
-    one = build("gpipe", default_placement(2), 2)
+    one = build("gpipe", Layout.LOOP(2), 2)
     schedule, other = (ordered(lower(each)) for each in (one, reverse_backwards(one)))
     check_serial(schedule)
     check_serial(other)

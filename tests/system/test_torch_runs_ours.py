@@ -12,14 +12,14 @@ sys.path.append(str(Path(__file__).parents[1] / "runtime"))
 from test_torch_runtime import exportable, run_all, searched
 from world import World
 
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 5), (2, 6), (3, 3), (3, 7), (5, 10)])
 def test_torch_runs_every_schedule_of_ours(ranks: int, microbatches: int, forked: None, tmp_path: Path) -> None:
     schedules = {**dict(exportable(ranks, microbatches, more_chunks=(2, 3, 4))),
-                 "searched": searched(default_placement(ranks), microbatches)}
+                 "searched": searched(Layout.LOOP(ranks), microbatches)}
     assert {"1f1b_1", "zb_h1_1"} <= schedules.keys()
     world = World(ranks, tmp_path)
     try:

@@ -217,11 +217,6 @@ class Kind(str):
         return named, (str(self),)
 
     @property
-    def value(self) -> str:
-        """Return the text, as a member of an enumeration does."""
-        return str(self)
-
-    @property
     def meaning(self) -> str:
         """Return what two ranks must have in common to mean the same by it."""
         row = [text for name, field in sorted(vars(self).items()) for text in (name, *_texts(field))]
@@ -344,26 +339,7 @@ def _borrowers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
     return at.lending.get((s, rank), ())
 
 
-class _Members(type):
-    def __iter__(cls) -> Iterator[Kind]:
-        return iter(known())
-
-    def __len__(cls) -> int:
-        return len(known())
-
-    def __getitem__(cls, name: str) -> Kind:
-        found = vars(cls)[name]
-        assert isinstance(found, Kind), f"{name} is no kind"
-        return found
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, Kind)
-
-    def __call__(cls, text: str) -> Kind:
-        return named(text)
-
-
-class Op(metaclass=_Members):
+class Op:
     """The kinds of vpipe itself, by name."""
 
     FORWARD = Kind(

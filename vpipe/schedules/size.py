@@ -89,11 +89,6 @@ def widened(placement: Placement, replicas: int) -> Placement:
                  for ranks in placement)
 
 
-def default_placement(stages: int) -> Placement:
-    """Return the placement of stage s on rank s."""
-    return Layout.LOOP(stages)
-
-
 def default_warmup(widths: Sequence[int]) -> tuple[int, ...]:
     """Return, per stage, how many forwards of a replica precede its first backward in 1F1B.
 

@@ -17,7 +17,7 @@ from vpipe.runtime import action_recorder as labels
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.size import default_placement
+from vpipe.schedules.size import Layout
 
 TINY = {"training__evaluation_batches": 1, "model__num_layers": 1, "parallel__partition": [2, 1]}
 
@@ -103,7 +103,7 @@ def test_a_stream_is_profiled_from_the_end_of_a_step_to_the_end_of_the_next(tmp_
 
 def test_a_schedule_from_a_file_names_the_profile_after_the_file(tmp_path: Path) -> None:
     file = tmp_path / "my order.csv"
-    file.write_text(build("gpipe", default_placement(2), 4).to_csv())
+    file.write_text(build("gpipe", Layout.LOOP(2), 4).to_csv())
     job = job_of(tmp_path, **TINY, training__profile_iteration=1, training__max_steps=1,
                  parallel__schedule=str(file))
     train(job, tmp_path)

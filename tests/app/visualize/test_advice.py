@@ -8,7 +8,7 @@ from vpipe.app.visualize.advice import Advice
 from vpipe.schedules.builder import build
 from vpipe.schedules.delays import greatest_delay
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement, default_placement
+from vpipe.schedules.size import Layout, Placement
 
 
 def made(name: str, ranks: int, microbatches: int, placement: Placement | None = None) -> Schedule:
@@ -71,7 +71,7 @@ def test_few_slices_are_advised_against_as_few_microbatches_are() -> None:
 def test_delays_are_described_with_what_would_lower_them(name: str, placement: int, every: int | None,
                                                          batch: int | None, line: str | None,
                                                          fewer: str | None) -> None:
-    schedule = build(name, default_placement(placement), every or 8, every)
+    schedule = build(name, Layout.LOOP(placement), every or 8, every)
     advice = Advice(schedule, every or 8, batch)
     said = advice.delays
     assert (said and said.removeprefix("delay of gradients in updates").lstrip(":, ")) == line

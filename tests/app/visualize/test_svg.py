@@ -14,7 +14,7 @@ from test_terminal import made
 from vpipe.app.visualize.summary import RankCosts, Summary
 from vpipe.app.visualize.svg import draw_svg
 from vpipe.errors import UserError
-from vpipe.schedules.action import Op
+from vpipe.schedules import kinds
 from vpipe.schedules.builder import build
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.registry import RegisteredSchedule
@@ -118,7 +118,7 @@ def test_numbers_are_legible_on_every_shade(tmp_path: Path) -> None:
             bright, dim = sorted((luminance("#0b1320"), luminance(fill)), reverse=True)
             assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, fill)
     drawn = re.findall(r"\.([FBIWR])0\{", draw_svg(Summary.of(CsvFile.read(tmp_path / "a.csv").schedule, RankCosts())))
-    assert set(drawn) == {op for op in Op if op.computes}
+    assert set(drawn) == {op for op in kinds.known() if op.computes}
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), [

@@ -13,9 +13,9 @@ from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Simulations, deepen
 from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.infeasible import infeasible
 from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
-from vpipe.plan.solver.recompute_sets import MOST_SETS
 from vpipe.plan.solver.request import Alternative, PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
+from vpipe.plan.solver.stage_table import MOST_SETS
 from vpipe.units import rounded_up, size_text
 
 MOST_CANDIDATES = 6

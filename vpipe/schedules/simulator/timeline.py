@@ -23,8 +23,7 @@ from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.error_grid import rule_error
 from vpipe.schedules.peaks import moments
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.action_tables import SimulationTables
-from vpipe.schedules.simulator.event_loop import EventLoop
+from vpipe.schedules.simulator.event_loop import EventLoop, SimulationTables
 
 Curve = tuple[tuple[Number, Number], ...]
 """(time in seconds, bytes held from then on), in order; of several points at one time the last holds."""
