@@ -23,13 +23,14 @@ from vpipe.runtime.worker import check_runnable
 from vpipe.schedules import kinds, registry
 from vpipe.schedules.action import Action, step
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import check, prove
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.kinds import GRADIENT, MICROBATCH, Kind, Value, register_kind
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout
+from vpipe.testing.strategies import prove
 
 PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an action behind every step."""
 

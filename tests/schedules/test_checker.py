@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import RULES, check, execute, prove
+from vpipe.schedules.checker import RULES, check, execute
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
 from vpipe.testing import schedules
+from vpipe.testing.strategies import prove
 
 
 def good(name: str = "1f1b", stages: int = 3, microbatches: int = 4, every: int | None = None, *, tied: bool = True,

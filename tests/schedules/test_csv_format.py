@@ -18,12 +18,13 @@ from torch.distributed.pipelining import schedules as theirs
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import check, prove
+from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import LARGEST_BYTES, CsvFile
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, both_ways
+from vpipe.testing.strategies import prove
 
 Order = Mapping[int, Sequence[Any]]
 

@@ -14,7 +14,6 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import prove
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.generators.dualpipe import unfolded
 from vpipe.schedules.loads import rank_loads
@@ -22,6 +21,7 @@ from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size, both_ways
+from vpipe.testing.strategies import prove
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int | None = None,

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.schedules.action import Action
-from vpipe.schedules.checker import prove
 from vpipe.schedules.loads import RankLoad, RankPeaks, StageLoad, StagePeaks, rank_loads, stage_loads
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
+from vpipe.testing.strategies import prove
 
 
 def parsed(program: str) -> list[Action]:

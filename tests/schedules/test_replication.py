@@ -17,7 +17,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import check, prove
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.graph import Graph
@@ -28,6 +28,7 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, both_ways, widened
 from vpipe.testing import placements, ties
+from vpipe.testing.strategies import prove
 
 ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")
 STREAMS = ("pipedream", "2bw")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import check, prove
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
@@ -21,6 +21,7 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import Timeline, simulate
 from vpipe.schedules.size import Layout, Placement, Size
+from vpipe.testing.strategies import prove
 
 V_OF_4 = Layout.ZIGZAG(4, 2)
 

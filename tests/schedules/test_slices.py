@@ -19,12 +19,13 @@ from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op, backward, forward, step
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import check, prove
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
+from vpipe.testing.strategies import prove
 
 SLICED = [one.name for one in RegisteredSchedule.imported() if one.sliced]
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))  # ranks, microbatches, slices

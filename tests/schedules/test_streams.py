@@ -14,7 +14,6 @@ from vpipe.description.order import Asynchronous
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.checker import prove
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.prepare import ScheduleSpec
@@ -22,6 +21,7 @@ from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout, Size
+from vpipe.testing.strategies import prove
 
 STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
 

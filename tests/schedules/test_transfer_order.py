@@ -14,7 +14,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build, build_evaluation, replica_views, reverse_backwards, stream_program
-from vpipe.schedules.checker import check, prove
+from vpipe.schedules.checker import check
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
@@ -24,6 +24,7 @@ from vpipe.schedules.size import Layout, Placement, widened
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
 from vpipe.schedules.versions import StreamVersions
 from vpipe.testing import orders
+from vpipe.testing.strategies import prove
 
 MODES = [(rendezvous, blocking) for rendezvous in (False, True) for blocking in (False, True)]
 

@@ -7,12 +7,11 @@ A rule raises :class:`~vpipe.errors.CheckError` when a schedule breaks it. It ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 
 from vpipe.errors import counted
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
-from vpipe.schedules.builder import build, reverse_backwards
 from vpipe.schedules.error_grid import Spot
 from vpipe.schedules.graph import Graph, execute
 from vpipe.schedules.kinds import (
@@ -29,18 +28,13 @@ from vpipe.schedules.kinds import (
     Value,
 )
 from vpipe.schedules.loads import rank_loads, stage_loads
-from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 from vpipe.schedules.transfer_order import in_one_order
 from vpipe.schedules.versions import VersionRegister
 
 
-def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
-          ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
-          recompute: Collection[int] = (), last_first: bool = False, warmup: Sequence[int] | None = None,
-          zero1: bool = False, slices: int = 1) -> Schedule:
-    """Build, lower and check the schedule ``name``, before any process is started.
+def check(schedule: Schedule) -> None:
+    """Hold a schedule to every rule in :data:`RULES`.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
     actions of the next :attr:`~vpipe.schedules.assignment.Assignment.per_step` microbatches are those of the ones
@@ -49,26 +43,6 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     and the versions in use (made at most that many microbatches, or one update, before the latest). So what holds in
     one repetition holds in all. Four times as many microbatches contain the warm-up, several repetitions and the
     cooldown (``tests/schedules/test_lowering.py`` shows the repetition).
-
-    Args:
-        norm: exchange the norms of gradients before every step.
-        last_first: reverse the backwards with :func:`~vpipe.schedules.builder.reverse_backwards`.
-        warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
-        zero1: each replica of a stage steps a part of its parameters.
-        slices: of every microbatch.
-
-    Raises:
-        UserError: the numbers do not fit the schedule.
-        CheckError: the schedule breaks a rule.
-    """
-    schedule = build(name, placement, microbatches, update_every, ties, recompute, warmup=warmup, slices=slices)
-    schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm, zero1=zero1)
-    check(schedule)
-    return schedule
-
-
-def check(schedule: Schedule) -> None:
-    """Hold a schedule to every rule in :data:`RULES`.
 
     A schedule without any transfer counts as not lowered: the rules on transfers are empty then, and its actions wait
     for each other directly.

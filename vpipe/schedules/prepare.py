@@ -224,7 +224,7 @@ def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]
 
 
 def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
-    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.checker.prove`.
+    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.checker.check`.
 
     Args:
         in_flight: the most microbatches in flight on a rank.

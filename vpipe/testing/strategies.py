@@ -1,11 +1,11 @@
-"""Strategies for hypothesis: placements, partitions, ties, schedules, orders of actions, plans.
+"""Strategies for hypothesis: placements, partitions, ties, schedules, orders of actions, plans; one proved schedule.
 
 Without hypothesis the import of this file is refused with the remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from vpipe.description.cut import Cut
@@ -14,7 +14,9 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import stages_of_rank
-from vpipe.schedules.checker import prove
+from vpipe.schedules.builder import build, reverse_backwards
+from vpipe.schedules.checker import check
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
@@ -49,6 +51,29 @@ def ties(draw: st.DrawFn, stages: int, most: int = 2) -> dict[int, tuple[int, ..
     owners = draw(st.sets(st.integers(0, stages - 2), max_size=most)) if stages > 1 else set()
     return {owner: tuple(sorted(draw(st.sets(st.integers(owner + 1, stages - 1), min_size=1, max_size=3))))
             for owner in sorted(owners)}
+
+
+def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
+          ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
+          recompute: Collection[int] = (), last_first: bool = False, warmup: Sequence[int] | None = None,
+          zero1: bool = False, slices: int = 1) -> Schedule:
+    """Build, lower and check the schedule ``name``, before any process is started.
+
+    Args:
+        norm: exchange the norms of gradients before every step.
+        last_first: reverse the backwards with :func:`~vpipe.schedules.builder.reverse_backwards`.
+        warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
+        zero1: each replica of a stage steps a part of its parameters.
+        slices: of every microbatch.
+
+    Raises:
+        UserError: the numbers do not fit the schedule.
+        CheckError: the schedule breaks a rule.
+    """
+    schedule = build(name, placement, microbatches, update_every, ties, recompute, warmup=warmup, slices=slices)
+    schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm, zero1=zero1)
+    check(schedule)
+    return schedule
 
 
 @st.composite
