@@ -14,10 +14,9 @@ from threading import Event, Thread, Timer
 import pytest
 from watched_ranks import PACE, WITHIN_S, Ranks, Waiting, hello, until
 
-from vpipe.distributed.connection import Connection, connect, listening_socket
+from vpipe.distributed.connection import Connection, break_off, connect, connections, listening_socket
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.fault import Fault
-from vpipe.distributed.sockets import break_off, connections
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError
 

@@ -1,4 +1,7 @@
-"""Carry JSON objects between the ranks of a job and rank 0, over TCP or a UNIX socket, without blocking."""
+"""Carry JSON objects between the ranks of a job and rank 0, over TCP or a UNIX socket, without blocking.
+
+Find the connections of this process, to break them off; close sockets in forked children.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,12 @@ import os
 import secrets
 import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from threading import Lock
 from time import monotonic
 from typing import Any
-
-from vpipe.distributed.sockets import close_in_child
+from weakref import WeakSet
 
 MAX_UNSENT_BYTES = 1 << 20
 """Unsent bytes above which a message that may be lost is dropped: a heartbeat more or less."""
@@ -231,3 +233,53 @@ def listening_socket(address: str, port: int = 0) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
     return socket.create_server(("", port), backlog=128)
+
+
+# -- all connections of this process -----------------------------------------------------------------------------
+
+FOLDER = "/proc/self/fd"
+"""Where Linux lists the open files of a process, each with what it is."""
+
+
+_not_for_children: WeakSet[socket.socket] = WeakSet()
+
+
+def close_in_child(own: socket.socket) -> None:
+    """Close a socket in every forked child, which would keep a connection up when this process is gone."""
+    _not_for_children.add(own)
+
+
+def _close_in_child() -> None:
+    for own in _not_for_children:
+        own.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def connections(but: Collection[int] = ()) -> dict[int, str]:
+    """Return the descriptors of connected TCP sockets, each with the kernel's name for it; none outside of Linux.
+
+    Args:
+        but: ports, at either end, of connections that do not count.
+    """
+    found = {}
+    with suppress(FileNotFoundError):
+        for name in os.listdir(FOLDER):
+            with suppress(OSError):  # closed meanwhile, or not connected
+                kind = os.readlink(f"{FOLDER}/{name}")
+                if kind.startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as copy:
+                        if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6) \
+                                and not {copy.getsockname()[1], copy.getpeername()[1]} & set(but):
+                            found[int(name)] = kind
+    return found
+
+
+def break_off(sockets: Mapping[int, str]) -> None:
+    """Shut down connections that are still what they were: a thread that waits for one of them sees its end."""
+    for descriptor, kind in sockets.items():
+        with suppress(OSError):
+            if os.readlink(f"{FOLDER}/{descriptor}") == kind:
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)

@@ -15,9 +15,16 @@ from threading import Thread
 from time import monotonic
 from typing import Any
 
-from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, admit, greet, listening_socket
+from vpipe.distributed.connection import (
+    MAX_BYTES,
+    UNAUTHENTICATED_BYTES,
+    Connection,
+    admit,
+    close_in_child,
+    greet,
+    listening_socket,
+)
 from vpipe.distributed.fault import Fault
-from vpipe.distributed.sockets import close_in_child
 from vpipe.distributed.value_exchange import Relay
 from vpipe.errors import RunError
 

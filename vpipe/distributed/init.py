@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from vpipe import accelerator
 from vpipe.distributed import excepthook
+from vpipe.distributed.connection import break_off, connections
 from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, visible_here
 from vpipe.distributed.environment import (
     RankEnvironment,
@@ -37,7 +38,6 @@ from vpipe.distributed.rendezvous import (
     open_store,
     ranks_have_secret,
 )
-from vpipe.distributed.sockets import break_off, connections
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError

@@ -14,11 +14,19 @@ from torch import Tensor, nn
 from vpipe import accelerator
 from vpipe.description.precision import Precision
 from vpipe.errors import UserError
-from vpipe.model.layer import LOSS, check_alike, kind_of, moved, parameter_of, set_parameter, share_modules
+from vpipe.model.layer import (
+    LOSS,
+    check_alike,
+    find_wrapper,
+    kind_of,
+    moved,
+    parameter_of,
+    set_parameter,
+    share_modules,
+)
 from vpipe.model.model import Model
 from vpipe.model.sequential import loss_buffers, rounded_module
 from vpipe.model.split import StageSpec
-from vpipe.model.wrappers import find_wrapper
 from vpipe.runtime.sharded_tensors import parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 

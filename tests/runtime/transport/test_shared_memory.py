@@ -22,12 +22,11 @@ from world import World
 from vpipe.errors import RunError
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.transport import connect_host, link, process_group, shared_buffers
-from vpipe.runtime.transport.connect_host import connect
+from vpipe.runtime.transport import link, process_group, shared_buffers, shared_memory
 from vpipe.runtime.transport.link import HEAD, INLINE_BYTES, LinkClosedError, SharedMemoryLink
 from vpipe.runtime.transport.process_group import DistributedTransport
 from vpipe.runtime.transport.shared_buffers import BufferLayout
-from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
+from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers, connect
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 pytestmark = pytest.mark.jobs
@@ -77,7 +76,7 @@ def train(*, inline_bytes: int = 0, memories: int | None = None, hosts: list[str
     with new_links() as patch:
         patch.setattr(link, "INLINE_BYTES", inline_bytes)
         if hosts is not None:
-            patch.setattr(connect_host, "_boot", lambda: hosts[rank])
+            patch.setattr(shared_memory, "_boot", lambda: hosts[rank])
         if memories is not None and rank == 1:
             allocate, left = os.posix_fallocate, iter(range(memories + 1))  # one at the start
 
@@ -356,8 +355,8 @@ def test_a_child_has_no_end_of_a_link(ends: Ends) -> None:
     ("another system", None, "the system of rank 0 has none without a name (Linux has)")])
 def test_all_ranks_use_it_or_none(here: str, there: str | None, why: str | None,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect_host, "is_available", lambda: here != "another system")
-    monkeypatch.setattr(connect_host, "memory_error", lambda: errno.ENOSPC * (here == "full"))
+    monkeypatch.setattr(shared_memory, "is_available", lambda: here != "another system")
+    monkeypatch.setattr(shared_memory, "memory_error", lambda: errno.ENOSPC * (here == "full"))
     assert connect(0, here != "unwanted", None, None, lambda row: [row, [there, "", "", ""]]) == (None, why)
 
 

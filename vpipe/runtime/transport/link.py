@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from vpipe.distributed.sockets import close_in_child
+from vpipe.distributed.connection import close_in_child
 from vpipe.errors import RunError
 from vpipe.runtime.transport.shared_buffers import Buffer, BufferLayout, BufferPool, map_memory
 from vpipe.runtime.transport.transport import (

@@ -32,9 +32,8 @@ from vpipe import accelerator
 from vpipe.distributed.init import exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.connect_host import connect
 from vpipe.runtime.transport.link import LinkClosedError
-from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
+from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers, connect
 from vpipe.runtime.transport.transport import (
     TensorSpec,
     TransferKey,
