@@ -105,7 +105,7 @@ def test_slurm_that_tells_no_address(scontrol: Scontrol, script: str | None, wha
 
 
 @pytest.mark.parametrize(("changes", "what"), [
-    ({"MASTER_ADDR": ""}, "torchrun did not set MASTER_ADDR for this process"),
+    ({"MASTER_ADDR": ""}, "torchrun did not set MASTER_ADDR for this process\nhint: start with vpipe"),
     ({"MASTER_PORT": "x"}, "torchrun set MASTER_PORT to 'x'"), ({"RANK": "-1"}, "torchrun set RANK to '-1'")])
 def test_an_incomplete_environment(changes: dict[str, str], what: str) -> None:
     with pytest.raises(UserError, match=re.escape(what)):
@@ -128,9 +128,3 @@ def test_another_number_of_processes(scontrol: Scontrol) -> None:
                                         "each over 2: 6\n"
                                         r"hint: make .* 6, or change .*_size or parallel\.tensor"):
         member.check(6, parts=2)
-
-
-def test_a_member_is_read_back_from_its_environment() -> None:
-    """As torchrun would, and who started it: a container in which the command starts anew has no scontrol."""
-    member = RankEnvironment("srun", 3, 4, 1, "n2", "127.0.0.1", 12_345, "4711.2")
-    assert RankEnvironment.parse({"SLURMD_NODENAME": "n2", **member.variables}) == member

@@ -9,6 +9,7 @@ from pathlib import Path
 import fork_server
 import pytest
 from small_run import check_updates, losses, only_run, oracle, write_config
+from test_run_ends import FORKED, put_program
 
 from vpipe.app.cli import main
 from vpipe.app.config import machines as hosts
@@ -26,16 +27,13 @@ while [ "${1%.sif}" = "$1" ]; do shift; done
 [ "$2" = python3 ] || exit 9
 exec "$PYTHON" -S "$FORK_SERVER" "${@:3}"
 """
-FORKED = '#!/bin/bash\nexec "$PYTHON" -S "$FORK_SERVER" "$@"\n'
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, on ``hostA``."""
-    (tmp_path / "bin").mkdir()
     for name, text in (("ssh", SSH), ("apptainer", APPTAINER), ("forked-python", FORKED)):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, text)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     monkeypatch.setenv("PYTHON", sys.executable)

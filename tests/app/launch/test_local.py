@@ -108,28 +108,15 @@ def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert error.exit_status == 1
 
 
-def test_the_cause_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "lost(0, 1, 'has ended')",
-                   "time.sleep(0.2); report(1, 'ran dry')", "lost(2, 1)")
-    assert str(error) == "error: ran dry\nhint: look there"
-
-
-def test_a_dead_rank_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "lost(0, 1)", "time.sleep(0.2); os._exit(7)")
-    assert str(error).startswith(
-        "error: rank 1 (stage 8) died without a message, with exit status 7; rank 0 was busy\n")
-
-
-def test_when_ranks_only_blame_each_other_the_first_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "lost(0, 1, 'is slow', after=1)", "lost(1, 0, 'is slow')")
-    assert str(error).startswith("error: rank 0 (stage 9) is slow; rank 1 was busy\n")
-
-
 CLOSED = "RuntimeError: Connection closed by peer"
 KILLED = "rank 1 (stage 8) died without a message, killed by signal 9 (SIGKILL)"
 
 
 @pytest.mark.parametrize(("programs", "told"), [
+    (("lost(0, 1, 'has ended')", "time.sleep(0.2); report(1, 'ran dry')", "lost(2, 1)"), "ran dry"),
+    (("lost(0, 1)", "time.sleep(0.2); os._exit(7)"),
+     "rank 1 (stage 8) died without a message, with exit status 7; rank 0 was busy"),
+    (("lost(0, 1, 'is slow', after=1)", "lost(1, 0, 'is slow')"), "rank 0 (stage 9) is slow; rank 1 was busy"),
     (("sys.exit(1)", "time.sleep(0.2); die(9)"), KILLED),
     ((f"failed(0, '{CLOSED}')", "time.sleep(0.2); die(9)"), KILLED),
     (("lost(0, 1, 'lost its connection with rank 0')", "time.sleep(0.2); die(9)"), f"{KILLED}; rank 0 was busy"),
@@ -139,7 +126,8 @@ KILLED = "rank 1 (stage 8) died without a message, killed by signal 9 (SIGKILL)"
     (("sys.exit(1)", "lost(1, 2, 'has ended its program')", "pass"),
      "rank 2 (stage 7) has ended its program; rank 1 was busy"),
     (("die(6)", "time.sleep(0.2); failed(1, 'ran dry')"), "ran dry"),  # gloo aborts when it loses another
-], ids=["a full disk", "an error of gloo", "a hasty word", "a wrong word", "gloo alone", "disk and word", "abort"])
+], ids=["a report", "a death", "two blames", "a full disk", "an error of gloo", "a hasty word", "a wrong word",
+        "gloo alone", "disk and word", "abort"])
 def test_consequences_of_a_failure_are_not_reported_as_its_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                                  programs: tuple[str, ...], told: str) -> None:
     """Whichever rank ended first, and whatever its number."""

@@ -11,11 +11,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import fork_server
 import pytest
 from small_run import write_config
+from test_run_ends import FORKED, put_program
 from test_runs import FRAGILE
-from test_torchrun import BIN, SCONTROL, TORCHRUN, put_model
+from test_torchrun import BIN, TORCHRUN, put_model, srun
 
 from vpipe.app.launch.network import free_port
 from vpipe.distributed.fault import Fault
@@ -66,22 +66,15 @@ def told(folder: Path, starter: str, failure: str) -> str:
     if starter == "torchrun":
         train = [*TORCHRUN, "--master-port", port, "-m", "vpipe", "train", config]
     elif starter == "ssh":
-        python = f'#!/bin/sh\nexec {sys.executable} -S {fork_server.__file__} "$@"\n'
-        for name, text in (("ssh", SSH), ("python", python)):
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
+        put_program(folder / "ssh", SSH)
+        put_program(folder / "python", FORKED)
         environment["PATH"] = f"{folder}:{environment['PATH']}"
         # A host that is lost takes its agent along, which must be what ssh has started.
         python = sys.executable if failure == "host lost" else folder / "python"
         train += ["--set", "machines=[localhost:0, hostB:0]", "--set", "parallel.master_address=127.0.0.1", "--set",
                   f"launch.python={python}"]
     elif starter == "srun":
-        (folder / "scontrol").write_text(SCONTROL)
-        (folder / "scontrol").chmod(0o755)
-        environment["PATH"] = f"{folder}:{environment['PATH']}"
-        more = [{"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank),
-                 "SLURM_LOCALID": str(rank), "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "2",
-                 "SLURMD_NODENAME": f"n{1 + rank}", "MASTER_PORT": port} for rank in range(2)]
+        more = srun(folder)
     elif starter == "script":
         (folder / "script.py").write_text(SCRIPT.replace("TIMEOUT", str(TIMEOUT_S)))
         train = [sys.executable, folder / "script.py"]
@@ -126,8 +119,8 @@ SLOW = [pytest.mark.system, pytest.mark.long]
 """Of failures that are only noticed after a time-out, and of what is known to other tests: for make test-system."""
 
 CELLS = [pytest.param(failure, starter, id=f"{failure}-{starter}",
-                      marks=[] if failure == "killed" or (starter in ("vpipe train", "ssh")
-                      and failure == "raises") else SLOW)
+                      marks=[] if failure == "killed" or (starter in ("ssh", "srun") and failure == "raises")
+                      else SLOW)
          for failure in TEXTS for starter in ("vpipe train", "ssh", "torchrun", "srun", "script")
          if failure != "host lost" or starter == "ssh"]
 

@@ -1,10 +1,13 @@
-"""What the ranks that torchrun or srun started find wrong before they train."""
+"""What the ranks that torchrun or srun started find wrong before they train; and a log on a disk that is full."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from vpipe.app.launch.rank_main import address_towards, combined_error
+import pytest
+
+from vpipe.app.launch.rank_main import RankLog, address_towards, combined_error
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import RunError, UserError
 
@@ -37,3 +40,14 @@ def test_the_interface_is_the_one_that_leads_to_others() -> None:
     several = ["127.0.1.1", "10.0.0.2", "10.0.0.2"]
     assert [address_towards(rank, several) for rank in (first, second)] == ["10.0.0.2", "a"]
     assert address_towards(first, ["127.0.0.1"] * 2) == "a"  # nodes of one machine
+
+
+def test_a_full_disk_is_told_once_and_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.Logger("one")
+    log.addHandler(handler := RankLog("/dev/full"))
+    for _ in range(3):
+        log.info("a step")
+    assert capsys.readouterr().err == "warning: cannot write '/dev/full': No space left on device\n"
+    assert handler.stream is not None
+    with pytest.raises(OSError, match="No space"):
+        handler.stream.close()  # which logging does, and ignores, as a process ends

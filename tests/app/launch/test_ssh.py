@@ -20,7 +20,7 @@ import fork_server
 import pytest
 from small_run import write_config
 from stand_in_host import command as stand_in_command
-from test_run_ends import alive, until
+from test_run_ends import alive, put_program, until
 
 from vpipe.app.cli import main
 from vpipe.app.config import machines as hosts_module
@@ -66,13 +66,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The first host, ``hostA``; ssh is a stand-in."""
     record = tmp_path / "record"
     record.mkdir()
-    (tmp_path / "bin").mkdir()
     stand_in = Path(__file__).with_name("stand_in_host.py")
     for name, text in (("ssh", SSH),
                        ("stand-in-python", f"#!/bin/sh\nexec {sys.executable} -S {fork_server.__file__} {stand_in}\n"),
                        ("started-python", f"#!/bin/sh\nexec {sys.executable} {stand_in}\n")):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, text)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORD", str(record))
     monkeypatch.setenv(fork_server.ADDRESS, fork_server.address())
@@ -194,8 +192,7 @@ def test_every_refusal_at_once_with_host_and_remedy(here: Path, capsys: pytest.C
 def test_a_host_that_cannot_run_vpipe(here: Path, launch: dict[str, str], what: str, hint: str) -> None:
     for name, text in (("bare", f"exec {sys.executable} -S -I \"$@\""),
                        ("older", "echo 'vpipe: {\"hello\": {\"vpipe\": \"0.0.1 (files 0)\"}}'; read beat")):
-        (here / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (here / "bin" / name).chmod(0o755)
+        put_program(here / "bin" / name, f"#!/bin/sh\n{text}\n")
     config = load(here, "hostA:0", "hostB:0", **{key: value.format(here=here) for key, value in launch.items()})
     with pytest.raises(UserError) as caught:
         connect(Hosts.from_machines(config.machines or ()), config.launch, container=False)
@@ -229,8 +226,7 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
     monkeypatch.setattr(ssh_module, "GRACE_S", 0.3)
     monkeypatch.setattr(Remote, "differs", lambda remote, container: [])
     quiet = here / "bin" / "quiet"
-    quiet.write_text("#!/bin/sh\necho 'vpipe: {\"hello\": {}}'; sleep 60 & echo $! > \"$RECORD/holder\"\n")
-    quiet.chmod(0o755)
+    put_program(quiet, "#!/bin/sh\necho 'vpipe: {\"hello\": {}}'; sleep 60 & echo $! > \"$RECORD/holder\"\n")
     config = load(here, "hostA:0", "hostB:0", python=str(quiet))
     hosts = Hosts.from_machines(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
@@ -278,8 +274,7 @@ def test_a_host_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """What keeps its agent from starting a rank is said, and it ends in good order."""
     config = load(here, "hostA:0", "hostB:0", python=str(here / "bin" / "full"))
     full = here / "bin" / "full"
-    full.write_text(f"#!/bin/sh\nulimit -f 1\nexec {sys.executable} {Path(__file__).with_name('stand_in_host.py')}\n")
-    full.chmod(0o755)
+    put_program(full, f"#!/bin/sh\nulimit -f 1\nexec {sys.executable} {Path(__file__).with_name('stand_in_host.py')}\n")
     hosts = Hosts.from_machines(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
     mine = ranks_here(config, hosts, 2, "train")
