@@ -87,12 +87,6 @@ def alone(failure: Failure) -> pytest.MarkDecorator:
     return pytest.mark.failure(failed_and_resumed, failure)
 
 
-def both(do: str, **more: Any) -> pytest.MarkDecorator:
-    """One of each schedule."""
-    return pytest.mark.parametrize("schedule", [
-        pytest.param(schedule, marks=alone(failure(do, schedule, "warm-up", 2, **more))) for schedule in MOMENTS])
-
-
 def check_resumed(run: Run, resumed: Ended, bench: Bench) -> None:
     """It equals the run of its schedule to which nothing happened."""
     assert resumed.status == 0, resumed.err

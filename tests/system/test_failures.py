@@ -7,7 +7,7 @@ import re
 import signal
 
 import pytest
-from bench import MOMENTS, SOON_S, Bench, Outcome, Place, alone, both, check_resumed, failure, failures_at
+from bench import MOMENTS, SOON_S, Bench, Outcome, Place, alone, check_resumed, failure, failures_at
 from failures import RANKS, TIMEOUT_S, Failure
 from small_run import oracle
 
@@ -108,32 +108,3 @@ def test_a_run_that_is_started_again_by_itself(outcome: Outcome, bench: Bench) -
     assert attempt.startswith(f"attempt 2 of 2: rank 2 (stage 2) {KILLED_SAYS}")
     assert re.search(r"; going on from step (5|10)$", attempt), "step 10 is written while training goes on"
     run.check_equals(bench.result("pipedream"))
-
-
-@both("nan")
-def test_a_loss_that_is_no_number_stops_all(schedule: str, outcome: Outcome, bench: Bench) -> None:
-    """And nothing is saved after it."""
-    run, ended, seconds, resumed = outcome
-    step = 4 if schedule == "1f1b" else 10
-    assert ended.status == 1
-    microbatch = 16 if schedule == "1f1b" else 10
-    assert ended.errors == [f"error: loss is nan at step {step} (stage 2, microbatch {microbatch})"]
-    assert seconds < SOON_S
-    check_resumed(run, resumed, bench)
-
-
-@both("nan", config={"training__on_nan": "skip"})
-def test_an_update_that_is_no_number_is_skipped(schedule: str, outcome: Outcome, bench: Bench) -> None:
-    run, ended, _, _ = outcome
-    step = 4 if schedule == "1f1b" else 10
-    assert ended.status == 0, ended.err
-    assert [line["step"] for line in run.lines() if line.get("skipped")] == [step]
-    other = bench.result(schedule)
-    losses, others = run.losses(), other.losses()
-    assert losses[:step] == others[:step]
-    assert losses[step] is None
-    assert losses[step + 1:] != others[step + 1:]
-    assert all(loss is not None for loss in losses[step + 1:])
-    assert run.samples() == other.samples()
-    assert all(tensor.isfinite().all() for tensor in run.tensors().values())
-    run.check_tidy()

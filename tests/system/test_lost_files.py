@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bench import SOON_S, Bench, Outcome, alone, check_resumed, failure, whole
+from bench import SOON_S, Bench, Outcome, check_resumed, failure, whole
 from failures import Failure, Run
 
 from vpipe.app.data.synthetic import synthetic_bert
@@ -25,15 +25,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("to mount a small disk needs root")
     yield tmp_path
     subprocess.run(["umount", tmp_path], check=True, timeout=20)
-
-
-@alone(failure("host memory", "1f1b", "write", 2))
-def test_out_of_memory_while_a_checkpoint_is_written(outcome: Outcome, bench: Bench) -> None:
-    """Training goes on, and the next checkpoint is made."""
-    run, ended, _, _ = outcome
-    assert ended.status == 0, ended.err
-    assert "warning: could not save step 4: out of memory (rank 2); training goes on" in ended.err
-    run.check_equals(bench.result("1f1b"))
 
 
 def test_the_disk_is_full_for_a_while(disk: Path, tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> None:

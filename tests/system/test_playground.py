@@ -6,26 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Browser, served
 
 from vpipe.app.cli import main
 
 SITE = Path(__file__).parent.parent.parent / "site" / "playground"
 WRONG = "0F0,0F1,,0B0,0B1\n,1F0,1B1,1F1,1B0\n"
 RIGHT = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +29,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip("not installed: npm, from which Pyodide comes")
     folder = tmp_path_factory.mktemp("playground")
     subprocess.run([sys.executable, SITE / "build.py", folder], check=True, stdout=subprocess.DEVNULL)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=folder)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with served(folder) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

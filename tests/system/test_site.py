@@ -6,27 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import CHROMIUM, Browser, served
 
 ROOT = Path(__file__).parent.parent.parent
 HOST = "http://site"
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 RUNS = {"1f1b", "zb_v", "pipedream", "unbalanced", "straggler", "recompute"}
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 class _Page(HTMLParser):
@@ -123,11 +115,8 @@ def browser(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     """A browser, and the address of the site."""
     if CHROMIUM is None:
         pytest.skip("not installed: chromium")
-    with (ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=site)) as server,
-          Browser(tmp_path_factory.mktemp("chromium")) as started):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield started, f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with served(site) as address, Browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started, address
 
 
 PAGES = ("", "guide/", "schedules/", "config/", "api/pipeline/", "gallery/", "play/",

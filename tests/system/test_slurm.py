@@ -134,22 +134,6 @@ def test_a_cancelled_job(cluster: Cluster, work: Path) -> None:
     assert "Traceback" not in said(work, job)
 
 
-def test_sbatch_refuses(cluster: Cluster, work: Path) -> None:
-    done = cluster.command(VPIPE, "slurm", CONFIG, "--nodes", "2", "--partition", "gpu", "--submit", cwd=work)
-    assert done.returncode == 1
-    assert "error: sbatch did not take the job" in done.stderr
-    assert "invalid partition specified: gpu" in done.stderr
-
-
-def test_another_number_of_tasks(cluster: Cluster, work: Path) -> None:
-    done = cluster.command("srun", "--ntasks=3", "--kill-on-bad-exit=1", VPIPE, "train", CONFIG, cwd=work)
-    assert done.returncode == 2
-    assert "error: srun started 3 processes, but the schedule has 4 ranks\nhint: " in done.stderr
-    assert done.stderr.count("hint: ") == 1
-    assert "Traceback" not in done.stderr
-    assert not (work / "runs").exists()
-
-
 def test_a_node_without_vpipe(cluster: Cluster, work: Path) -> None:
     environment = Path(sys.executable).parents[1]
     cluster.hosts[3].hide(environment)

@@ -1,6 +1,6 @@
 """docs/two-nodes.md, tried on two hosts with two ranks each: its commands, and the losses of one process.
 
-Its SLURM job is ``test_a_ready_script[2]`` of test_slurm.py.
+Its SLURM job is ``test_a_ready_script[2]`` of test_slurm.py, its ssh command ``test_a_run`` of test_over_ssh.py.
 """
 
 from __future__ import annotations
@@ -56,11 +56,3 @@ def test_a_script_under_torchrun(hosts: Hosts, tmp_path: Path) -> None:
     assert "gpipe: partition" in first + second
     alone = subprocess.run([sys.executable, shorter], capture_output=True, text=True, timeout=100, check=True)
     assert alone.stdout in (first, second), "the node of rank 0 prints"
-
-
-def test_ssh(hosts: Hosts, tmp_path: Path, one_process: list[float]) -> None:
-    path = write_config(tmp_path, **SIZES)
-    done = hosts[0].run([VPIPE, "train", path, "--set", "machines=[host0:0, host0:1, host1:0, host1:1]"], cwd=tmp_path,
-                        timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert losses(only_run(tmp_path / "runs")) == one_process

@@ -67,16 +67,9 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
                 fields = segment.loader._open[batch].chunks[within]
                 digest = hashlib.sha256(fields["input_ids"].numpy().tobytes()).hexdigest()
                 print(segment.number_of(Action(Op.FORWARD, stage, microbatch)), digest, file=samples)
-            if not reached("forward" if segment.training else "evaluation"):
-                forward(stage, microbatch)
-            elif trigger["do"] == "nan":
-                module = list(self.stages[stage].modules.values())[-1]
-                hook = module.register_forward_hook(lambda _, inputs, output: output * float("nan"))
-                forward(stage, microbatch)
-                hook.remove()
-            else:
+            if reached("forward" if segment.training else "evaluation"):
                 go_wrong(trigger)
-                forward(stage, microbatch)
+            forward(stage, microbatch)
 
         def backwards(stage: int, microbatch: int) -> None:
             if reached("backward"):
@@ -137,8 +130,6 @@ def go_wrong(trigger: dict[str, Any]) -> None:
         import torch
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    elif what == "host memory":
-        raise MemoryError
     elif what == "hide":
         Path(trigger["folder"]).rename(trigger["folder"] + ".away")
     else:
