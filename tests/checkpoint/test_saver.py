@@ -81,26 +81,6 @@ def test_the_memory_can_be_taken_before_the_first_save(tmp_path: Path, enough: b
     assert same(read_all(tmp_path / "step-2"), tensors(2.0))
 
 
-def test_other_tensors_than_before_can_be_saved(tmp_path: Path) -> None:
-    saver = alone(tmp_path)
-    states = [tensors(), {"model.a.weight": torch.ones(2)}, {"model.a.weight": torch.ones(9000)}, tensors(2.0)]
-    for step, state in enumerate(states):
-        saver.save(about(step), state)
-    saver.close()
-    for step, state in enumerate(states):
-        assert same(read_all(tmp_path / f"step-{step}"), state)
-
-
-def test_the_newest_are_kept_and_latest_names_one(tmp_path: Path) -> None:
-    saver = alone(tmp_path / "deep" / "checkpoints", keep=2)
-    for step in (1, 2, 3, 3, 10):
-        saver.save(about(step), tensors(step))
-    saver.wait()
-    assert names(tmp_path / "deep" / "checkpoints") == {"step-3", "step-10", LATEST}
-    assert (tmp_path / "deep" / "checkpoints" / LATEST).read_text() == "step-10\n"
-    assert [fact.step for fact in saver.results] == [1, 2, 3, 3, 10]
-
-
 def test_files_of_an_interrupted_save_are_not_reused(tmp_path: Path) -> None:
     partial = Checkpoints(tmp_path).partial(5)
     partial.mkdir()

@@ -1,7 +1,3 @@
-
-
-
-
 import gzip
 import json
 from codecs import BOM_UTF8

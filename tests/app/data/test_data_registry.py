@@ -7,27 +7,11 @@ import pytest
 import vpipe.app.data
 from vpipe.app.data import registry
 from vpipe.app.data.dataset import Dataset, DatasetSettings
-from vpipe.app.data.registry import dataset_named, dataset_names, prepare, register_dataset
+from vpipe.app.data.registry import dataset_named, prepare, register_dataset
 from vpipe.app.data.synthetic import synthetic_bert
-from vpipe.app.data.text import text
 from vpipe.errors import UserError
 
 MODULES = sorted(Path(vpipe.app.data.__path__[0]).rglob("*.py"))
-
-
-@pytest.mark.extras("bert_hdf5")
-def test_the_built_in_data_sets_are_found() -> None:
-    assert {"text", "bert_hdf5", "synthetic"} <= set(dataset_names())
-    assert dataset_named("text") is text
-
-
-@pytest.mark.extras("bert_hdf5")
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(UserError) as caught:
-        dataset_named("bert_hdf")
-    assert str(caught.value) == (
-        "error: no data set is called 'bert_hdf'\nhint: did you mean 'bert_hdf5'? "
-        "Your own are added by importing their file (--import FILE.py) or by a package")
 
 
 def test_a_data_set_is_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,3 @@
-
-
-
-
 from collections.abc import Iterator
 from threading import Event, current_thread
 from threading import enumerate as threads

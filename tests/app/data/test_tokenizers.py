@@ -19,6 +19,8 @@ from vpipe.errors import UserError
 DOCUMENTS = [["The quiet river runs.", "The river is quiet now."], ["Copper engines run quietly.", "They ran before."]]
 TRAIN_WORDPIECE = ("from vpipe.app.data.tokenizers import train_wordpiece; "
                    f"print(train_wordpiece({DOCUMENTS!r}, 80).to_str())")
+TEXTS = ["def river(stone):\n    return stone + 1\n", "def stone(river):\n    return river + 1\n"] * 3
+TRAIN_BPE = f"from vpipe.app.data.tokenizers import train_byte_bpe; print(train_byte_bpe({TEXTS!r}, 300).to_str())"
 
 
 def test_special_tokens_come_first_and_text_round_trips(tmp_path: Path) -> None:
@@ -32,9 +34,10 @@ def test_special_tokens_come_first_and_text_round_trips(tmp_path: Path) -> None:
     assert loaded.decode(ids) == "the quiet river runs."
 
 
-def test_every_process_trains_the_same() -> None:
-    texts = {subprocess.run([sys.executable, "-c", TRAIN_WORDPIECE], capture_output=True, text=True, check=True).stdout
-             for _ in range(2)}
+@pytest.mark.parametrize("program", [TRAIN_WORDPIECE, TRAIN_BPE], ids=["wordpiece", "bytes"])
+def test_every_process_trains_the_same(program: str) -> None:
+    texts = {subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                            timeout=60).stdout for _ in range(2)}
     assert len(texts) == 1
 
 
@@ -58,24 +61,15 @@ def test_a_file_that_is_no_tokenizer_of_bert_is_an_error(tmp_path: Path) -> None
         load_wordpiece(path)
 
 
-TEXTS = ["def river(stone):\n    return stone + 1\n", "def stone(river):\n    return river + 1\n"] * 3
-TRAIN_BPE = f"from vpipe.app.data.tokenizers import train_byte_bpe; print(train_byte_bpe({TEXTS!r}, 300).to_str())"
-
-
 def test_any_text_round_trips() -> None:
     tokenizer = train_byte_bpe(TEXTS, 300)
     assert 257 < tokenizer.get_vocab_size() <= 300
+    assert tokenizer.to_str() == train_byte_bpe(TEXTS[::-1], 300).to_str(), "whatever the order"
     assert tokenizer.token_to_id(END_OF_TEXT) == 0
     assert end_token(tokenizer) == (END_OF_TEXT, 0)
     for text in (*TEXTS, "naïve ⟨λ⟩\t\x00 \r\n  end", ""):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert len(tokenizer.encode(TEXTS[0]).ids) < len(TEXTS[0]) / 2
-
-
-def test_every_process_trains_the_same_whatever_the_order() -> None:
-    texts = {subprocess.run([sys.executable, "-c", TRAIN_BPE], capture_output=True, text=True, check=True,
-                            timeout=60).stdout.strip() for _ in range(2)}
-    assert texts == {train_byte_bpe(TEXTS[::-1], 300).to_str()}
 
 
 def test_chinese_round_trips_and_a_word_of_any_length_is_counted_in_pieces() -> None:

@@ -27,7 +27,6 @@ from vpipe.app.train.checkpointing import Checkpointing
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.metrics import LineWriter
-from vpipe.app.train.resume import ResumePoint, find_resume_point
 from vpipe.checkpoint import save as saver
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.shards import HostBuffer
@@ -50,14 +49,6 @@ def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert re.search(r"^4 checkpoints of [\d.]+ MB, 2 kept, the last of step 4 in ", capsys.readouterr().out, re.M)
     size = takes[0][1]
     assert takes == [("vpipe-saver", size), ("MainThread", size)], "memory is not taken in the first pause"
-
-
-def test_checkpoints_in_a_directory_of_their_own(tmp_path: Path) -> None:
-    run = begin(tmp_path, checkpoint__at_end=True, checkpoint__directory=str(tmp_path / "c"), training__max_steps=1)
-    checkpoint = tmp_path / "c" / run.name / "step-1"
-    for path in (run, checkpoint, checkpoint.parent):
-        assert find_resume_point(path) == ResumePoint(run, checkpoint)
-    assert not (run / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])

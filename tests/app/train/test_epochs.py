@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-from small_run import job_of
-
 from vpipe.app.data.synthetic import synthetic_tokens
 from vpipe.app.train.epochs import Epochs, Location
-from vpipe.errors import UserError
 
 
 def test_equal_batches_are_counted_as_before() -> None:
@@ -18,8 +12,3 @@ def test_equal_batches_are_counted_as_before() -> None:
     assert epochs.locate(48 + 6) == Location(1, 1, 2, 4)
     assert epochs.microbatches_done(48 + 6) == 27
     assert epochs.steps(0, 2) is None
-
-
-def test_max_tokens_is_for_samples_that_differ(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"dataset.max_tokens is 64, but all samples of the data set 'synthetic' have"):
-        job_of(tmp_path, dataset__max_tokens=64)

@@ -103,25 +103,27 @@ def test_processes_that_split_layers(tmp_path: Path) -> None:
         "vocab_size is 32", "num_heads is 2", "intermediate_size is 64", "sequence_length is 16"]
 
 
-@pytest.mark.parametrize(("changes", "what", "hint"), [
-    ({}, "parallel.slices is 3, but layer 'block0.attention' of the model 'bert' does not compute a token from those "
-     "before it alone", "set it to 1"),
-    ({"model__name": "mixtral", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2},
+SLICED = {"parallel__schedule": "seq1f1b", "parallel__slices": 3}
+GPT = {"model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2}
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    (SLICED, "parallel.slices is 3, but layer 'block0.attention' of the model 'bert' does not compute a token from "
+     "those before it alone\nhint: set it to 1"),
+    (SLICED | GPT | {"model__name": "mixtral"},
      "parallel.slices is 3, but layer 'block0.mlp' of the model 'mixtral' does not compute a token from those before "
-     "it alone", "set it to 1; or model.balance_weight to 0: that loss is of all tokens of a microbatch"),
-    ({"model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2,
-      "parallel__tensor": 2},
-     "parallel.slices is 3, but 2 ranks of tensor parallelism cannot share such slices of 16 tokens evenly",
-     "set it to 1 or 2 or 4 or 8, or sequence_length to a multiple of 6"),
-    ({"model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2,
-      "training__compile": True},
-     "sequences are cut into 3 slices, but layers would be compiled for every length of what comes before a slice",
-     "do not compile, or leave the slices out")], ids=["bert", "experts", "tensor", "compiled"])
-def test_what_cannot_be_cut_into_slices_is_refused(tmp_path: Path, changes: dict[str, Any], what: str,
-                                                   hint: str) -> None:
-    with pytest.raises(UserError) as raised:
-        job_of(tmp_path, parallel__schedule="seq1f1b", parallel__slices=3, **changes)
-    assert str(raised.value) == f"error: {what}\nhint: {hint}"
+     "it alone\nhint: set it to 1; or model.balance_weight to 0: that loss is of all tokens of a microbatch"),
+    (SLICED | GPT | {"parallel__tensor": 2},
+     "parallel.slices is 3, but 2 ranks of tensor parallelism cannot share such slices of 16 tokens evenly\n"
+     "hint: set it to 1 or 2 or 4 or 8, or sequence_length to a multiple of 6"),
+    (SLICED | GPT | {"training__compile": True},
+     "sequences are cut into 3 slices, but layers would be compiled for every length of what comes before a slice\n"
+     "hint: do not compile, or leave the slices out"),
+    ({"dataset__max_tokens": 64}, "dataset.max_tokens is 64, but all samples of the data set 'synthetic' have"),
+    ({"training__profile_iteration": 5}, "training.profile_iteration is 5, but the run ends after update 4\n"
+     "hint: profile one of the updates 1 to 4, or let the run be longer")])
+def test_what_does_not_go_together_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    assert refused(tmp_path, **changes).startswith(f"error: {text}")
 
 
 def test_a_model_without_plans_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

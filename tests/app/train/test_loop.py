@@ -60,16 +60,6 @@ def test_losses_are_the_oracles(tmp_path: Path, changes: dict[str, Any]) -> None
         assert norms == pytest.approx(expected.gradient_norms, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_schedules_with_a_flush_and_any_placement_give_the_same_losses(tmp_path: Path, schedule: str) -> None:
-    folders = [tmp_path / name for name in "ab"]
-    for folder, ranks in zip(folders, (None, {"0": [1], "1": [2], "2": [0]}), strict=True):
-        folder.mkdir()
-        run(folder, parallel__schedule=schedule, parallel__model_parallel_size=3, parallel__stage_to_rank_map=ranks)
-    assert losses(folders[0]) == losses(folders[1]) == oracle(job_of(tmp_path, parallel__model_parallel_size=3),
-                                                              4).losses
-
-
 class AsNumbers(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         return input_ids.float() / 32
@@ -88,12 +78,6 @@ def test_the_learning_rate_is_told_when_the_first_stage_has_nothing_to_train(
     run(tmp_path, parallel__partition=[1, 1])
     check_updates(tmp_path, 4)
     assert {line["learning_rate"] for line in metrics(tmp_path)[0]} == {0.01}
-
-
-def test_an_epoch_is_a_limit(tmp_path: Path) -> None:
-    job = run(tmp_path, **ASYNCHRONOUS, training__max_steps=None, training__epochs=1)
-    assert job.updates == 16  # 8 batches of two updates
-    check_updates(tmp_path, 16)
 
 
 @pytest.mark.parametrize("changes", [
@@ -117,11 +101,6 @@ def test_evaluation_every_few_updates_and_at_the_end(tmp_path: Path, samples: in
     batches = list(job.evaluation_batches(tuple(job.dataset.fields)))
     assert [len(batch["input_ids"]) for batch in batches] == ([8] if samples == 64 else [8, 1])
     assert evaluations[-1]["evaluation_loss"] == evaluate_oracle(job.model, computed.state, batches, 4)
-
-
-def test_evaluation_is_not_repeated_when_it_falls_on_the_end(tmp_path: Path) -> None:
-    run(tmp_path, training__evaluate_every=2, training__max_steps=4)
-    assert [line["step"] for line in metrics(tmp_path)[1]] == [1, 3]
 
 
 @pytest.mark.parametrize("updates", [11, 12])
@@ -164,15 +143,6 @@ def test_the_delay_of_gradients_is_said_and_warned_of(tmp_path: Path, capsys: py
         "an update: 8 samples in 1 microbatch; delay of gradients in updates, by stage: mean 1 0, greatest 1 0; less "
         "with training.num_microbatches 2 and parallel.update_every 2 (0.5 updates late; an update is then 8 samples)")
     assert "late" not in said.err
-
-
-@pytest.mark.parametrize(("clip", "shown"), [(None, False), (0.5, True)])
-def test_the_gradient_norm_is_shown_where_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                      clip: float | None, shown: bool) -> None:
-    run(tmp_path, training__grad_clip=clip, training__max_steps=1)
-    [line, *_] = capsys.readouterr().err.splitlines()
-    assert (f"  grad norm {metrics(tmp_path)[0][0].get('gradient_norm', 0.0):.3g}  " in line) == shown
-    assert ("grad norm" in line) == shown
 
 
 def test_lines_of_the_screen_and_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str],

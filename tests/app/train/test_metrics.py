@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.app.errors import LastingError
 from vpipe.app.run_log import PastMetrics
 from vpipe.app.train import metrics as module
 from vpipe.app.train.metrics import Efficiency, LineWriter, Metrics, ProgressBar, StepSize
@@ -115,39 +114,6 @@ def test_a_speed_that_cannot_be_is_doubted_once(clock: Clock) -> None:
     assert said == [
         "the HFU of 101 % cannot be: the peak is wrong (2 devices x 0.01 TFLOP/s fp32, measured); the devices reached "
         "0.01008 TFLOP/s each, so set metrics.peak_tflops to more than that"]
-
-
-def test_other_ranks_write_no_file(clock: Clock) -> None:
-    with Metrics(None, StepSize(1, 10)) as metrics:
-        clock.now += 1
-        metrics.update(step(0))
-    assert metrics.losses == [1.0]
-
-
-def test_a_full_disk_is_told_once_and_at_the_end(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, written = True, os.write
-
-    def write(file: int, data: bytes) -> int:
-        if full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return written(file, data)
-
-    monkeypatch.setattr("vpipe.app.train.metrics.os.write", write)
-    with Metrics(tmp_path / "m.jsonl", StepSize(4, 64)) as metrics:
-        for index in range(2):
-            clock.now += 1
-            metrics.update(step(index))
-            metrics.sync()
-            assert len(metrics.warnings()) == 1 - index
-        full = False
-        clock.now += 1
-        metrics.update(step(2))
-        assert metrics.warnings() == [f"'{tmp_path}/m.jsonl' is whole again"]
-        assert [line["step"] for line in read(tmp_path / "m.jsonl")] == [0, 1, 2]
-        full = True
-        metrics.evaluation(2, 1.0)
-    with pytest.raises(LastingError, match=r"the last 1 line of '.*' could not be written: No space left on device"):
-        metrics.check_end()
 
 
 def test_lines_that_a_crash_lost_are_noticed(tmp_path: Path) -> None:

@@ -161,7 +161,9 @@ def test_checkpoints_are_found_from_another_folder(tmp_path: Path, monkeypatch: 
     run = begin(tmp_path, checkpoint__directory="cks", checkpoint__at_end=True, training__max_steps=1, **ONE)
     monkeypatch.chdir(tmp_path)
     checkpoint = tmp_path / "there" / "cks" / run.name / "step-1"
-    assert find_resume_point(run) == find_resume_point(checkpoint) == ResumePoint(run, checkpoint)
+    for path in (run, checkpoint, checkpoint.parent):
+        assert find_resume_point(path) == ResumePoint(run, checkpoint)
+    assert not (run / "checkpoints").exists()
 
 
 def test_another_directory_for_the_checkpoints(run: Path, tmp_path: Path) -> None:

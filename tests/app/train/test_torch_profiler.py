@@ -16,8 +16,6 @@ from vpipe.errors import UserError
 from vpipe.runtime import action_recorder as labels
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
-from vpipe.schedules.builder import build
-from vpipe.schedules.size import Layout
 
 TINY = {"training__evaluation_batches": 1, "model__num_layers": 1, "parallel__partition": [2, 1]}
 
@@ -101,15 +99,6 @@ def test_a_stream_is_profiled_from_the_end_of_a_step_to_the_end_of_the_next(tmp_
     assert len(losses(tmp_path)) == 4
 
 
-def test_a_schedule_from_a_file_names_the_profile_after_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "my order.csv"
-    file.write_text(build("gpipe", Layout.LOOP(2), 4).to_csv())
-    job = job_of(tmp_path, **TINY, training__profile_iteration=1, training__max_steps=1,
-                 parallel__schedule=str(file))
-    train(job, tmp_path)
-    assert "1F3" in labelled(events(tmp_path, "my_order", 1))
-
-
 @pytest.mark.parametrize(("executor", "schedule", "name"), [
     ("overlapped", "pipedream", "pipedream"), ("naive", "1f1b", "naive"),
     ("overlapped", "/home/me/a b/zb.1.csv", "zb.1"), ("overlapped", "../x/y", ".._x_y")])
@@ -119,10 +108,6 @@ def test_names(tmp_path: Path, executor: str, schedule: str, name: str) -> None:
 
 
 def test_a_step_that_never_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError) as caught:
-        job_of(tmp_path, training__profile_iteration=5)
-    assert str(caught.value) == ("error: training.profile_iteration is 5, but the run ends after update 4\n"
-                                 "hint: profile one of the updates 1 to 4, or let the run be longer")
     train(job_of(tmp_path, **TINY, training__profile_iteration=100, training__max_steps=None,
                  training__max_minutes=1e-6), tmp_path)
     assert "no profile was made: the run ended before update 100 did\n" in capsys.readouterr().err
