@@ -195,29 +195,6 @@ def test_the_first_failure_counts(ranks: Ranks) -> None:
     assert ranks.watches[0].explain(2, None) == Fault.ended(1)
 
 
-@pytest.mark.parametrize(("waits", "blamed"), [
-    ({0: 1}, Fault.busy(1)), ({0: 1, 1: 2}, Fault.busy(2)), ({0: 1, 1: 2, 2: 3}, Fault.busy(3)),
-    ({0: 1, 1: 2, 2: 1}, Fault.circle(1, 2)), ({0: 1, 1: 0}, Fault.circle(0, 1)), ({0: 1, 1: None}, Fault.busy(1))])
-def test_of_those_that_wait_for_one_another_the_last_is_to_blame(ranks: Ranks, waits: dict[int, int | None],
-                                                                 blamed: Fault) -> None:
-    ranks.start(4)
-    for rank, peer in waits.items():
-        ranks.watches[rank].transfer = Waiting(peer)
-    until(lambda: all(ranks.watches[0]._states[rank].waited_s > 0.3 for rank in waits))
-    assert ranks.watches[0].explain(1, 0.5) == blamed
-
-
-def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
-    detector = ranks.start(3, without=(2,))
-    line = hello(detector, 2)
-    ranks.watches[1].transfer = Waiting(2)
-    until(lambda: ranks.watches[0]._states[1].waited_s > 0.6)
-    fault = ranks.watches[0].explain(1, 1.0)
-    assert fault.ranks == (2,)
-    assert fault.what.startswith("gave no sign of life for ")
-    line.close()
-
-
 def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
     detector = ranks.start(3, without=(2,))
     for said in (b'{"rank": 2, "nonce": "1", "proof": "guessed"}\n', b'{"rank": 2, "nonce": "", "proof": "\\ud800"}\n',

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe import Cut, Pipeline
 from vpipe.app.config.config import ModelSection
 from vpipe.app.families.gpt import GptAttention, GptConfig, GptMlp
 from vpipe.app.families.llama import LlamaConfig, RopeScaling, rotary_tables, rotate
@@ -21,7 +20,6 @@ from vpipe.app.families.transformer import attention
 from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError
 from vpipe.model.model import Model
-from vpipe.testing import TrainingRecipe, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40, "n_positions": 16, "initializer_range": 0.2,
@@ -170,28 +168,6 @@ def test_berts_flops_spread_the_head_over_the_sample() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_and_their_tensors(family: str) -> None:
-    model = model_of(family)
-    assert [layer.name for layer in model.layers] == ["block0.attention", "block0.mlp", "block1.attention",
-                                                      "block1.mlp", "head"]
-    assert [layer.inputs for layer in model.layers] == [("input_ids",), ("h",), ("h",), ("h",), ("h", "labels")]
-    assert [layer.outputs for layer in model.layers] == [("h",)] * 4 + [("loss",)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_token_sees_those_before_it_alone(family: str) -> None:
-    model = model_of(family)
-    modules = model.materialize().eval()
-    batch = batch_of()
-    batch["labels"][:, 6:] = NO_LABEL
-    expected = chained(model, modules, batch)
-    batch["input_ids"][:, 6:] = 0
-    assert torch.equal(chained(model, modules, batch), expected)
-    batch["input_ids"][:, 2] += 1
-    assert not torch.equal(chained(model, modules, batch), expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_the_mean_over_labels_and_0_without_any(family: str) -> None:
     model = model_of(family)
     modules = model.materialize()
@@ -229,17 +205,6 @@ def test_gpts_sums_begin_with_smaller_weights() -> None:
     for name, std in (("qkv", 0.02), ("output", 0.005), ("expand", 0.02), ("contract", 0.005)):
         assert made[f"{name}.weight"].std().item() == pytest.approx(std, rel=0.02), name
         assert not made[f"{name}.bias"].any()
-
-
-@pytest.mark.parametrize(("family", "schedule", "recompute"), [("gpt", "zb_h1", 0.0), ("llama", "1f1b", 1.0)])
-def test_a_pipeline_trains_it_as_one_process_does(family: str, schedule: str, recompute: float) -> None:
-    model = model_of(family)
-    batches = [batch_of(8, 5), batch_of(8, 7)]
-    pipe = Pipeline(model, lambda p: torch.optim.SGD(p, lr=0.1), stages=Cut([2, 3], recompute=recompute),
-                    schedule=schedule, microbatches=4, seed=4)
-    expected = flush_oracle(model, batches, TrainingRecipe(lambda p: torch.optim.SGD(p.values(), lr=0.1), 4, seed=4),
-                            partition=[2, 3])
-    assert [step.loss for step in pipe.train(batches)] == expected.losses
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

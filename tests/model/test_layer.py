@@ -153,11 +153,6 @@ def test_the_whole_model_shares_tied_parameters_through_ties_of_ties() -> None:
     assert len(list(whole.parameters())) == 3
 
 
-def test_layer_names_with_dots_become_keys_of_the_whole_model() -> None:
-    whole = Model([Layer("block0.mlp", linear, ("x",)), LAST], ("x",)).materialize()
-    assert list(whole.state_dict()) == ["block0.mlp.weight", "block0.mlp.bias", "last.weight", "last.bias"]
-
-
 def test_a_parameter_of_several_names_stays_one_where_it_is_moved() -> None:
     """torch itself makes two on meta, and on devices that another package brings."""
     table = nn.Embedding(3, 3)
@@ -166,12 +161,6 @@ def test_a_parameter_of_several_names_stays_one_where_it_is_moved() -> None:
     moved(module, "meta")
     assert module["second"].get_parameter("0.weight") is table.weight
     assert table.weight.device.type == "meta"
-
-
-def test_set_parameter_reaches_into_submodules() -> None:
-    module, parameter = nn.Sequential(nn.Sequential(linear())), nn.Parameter(torch.zeros(3))
-    set_parameter(module, "0.0.bias", parameter)
-    assert module[0][0].bias is parameter
 
 
 # -- sequential ----------------------------------------------------------------------------------------
@@ -198,16 +187,6 @@ def test_sequential_keeps_names_weights_and_the_original() -> None:
     assert not any(torch.equal(changed[name], value) for name, value in before.items())
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items()), "it is copied"
     net.load_state_dict(changed)
-
-
-def test_two_pipelines_from_one_model_start_equal_and_stay_apart() -> None:
-    model = Model.sequential(sequential(), nn.MSELoss())
-    batch = {"input": torch.randn(6, 3), "target": torch.randn(6, 2)}
-    losses = []
-    for seed in (0, 1):
-        pipe = Pipeline(model, sgd, stages=2, seed=seed)
-        losses.append([step.loss for step in pipe.train([batch] * 3)])
-    assert losses[0] == losses[1]
 
 
 def test_the_loss_joins_the_last_child_in_both_modes() -> None:

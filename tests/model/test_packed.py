@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pipelines import parts
 from torch import Tensor, nn
 
-from vpipe import Pipeline
 from vpipe.app.data.epoch import TokenDataset
 from vpipe.app.data.synthetic import synthetic_tokens
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.model.model import Model
-from vpipe.testing import assert_equals_oracle
 
 WORDS, HIDDEN, HEADS, LENGTH, BLOCKS = 40, 16, 4, 12, 2
 FAMILIES = ("gpt", "llama", "mistral", "qwen2", "qwen3")
@@ -77,15 +73,6 @@ def test_each_text_is_computed_as_if_it_were_alone(family: str) -> None:
     for name, parameter in others.named_parameters():
         assert parameter.grad is not None
         assert (gradients[name] - parameter.grad).abs().max().item() < bound * max(1, scale), name
-
-
-@pytest.mark.parametrize("words", [
-    {"schedule": "1f1b", "recompute": 0.5}, {"schedule": "zb_h1"}, {"schedule": "pipedream", "update_every": 1}],
-    ids=lambda words: words["schedule"])
-def test_a_pipeline_is_its_oracle(words: dict[str, Any]) -> None:
-    pipe = Pipeline(model("qwen3", True, dropout=0.1),
-                    **parts(stages=3, microbatches=2, optimizer=partial(torch.optim.AdamW, lr=1e-2), **words))
-    assert_equals_oracle(pipe, [batch(seed) for seed in range(3)])
 
 
 def test_samples_of_texts() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vpipe.errors import CheckError, UserError
+from vpipe.errors import CheckError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import RULES, check, execute
@@ -401,11 +401,6 @@ def test_no_action_can_be_left_out(schedule: Schedule, data: st.DataObject) -> N
         check(schedule.with_programs(programs))
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "pipedream"]), st.integers(1, 8), st.integers(1, 24), st.booleans())
-def test_compute_only_schedules_pass(name: str, stages: int, microbatches: int, tied: bool) -> None:
-    check(build(name, Layout.LOOP(stages), microbatches, ties={0: (stages - 1,)} if tied and stages > 1 else {}))
-
-
 def test_a_compute_only_deadlock() -> None:
     schedule = edited(build("1f1b", Layout.LOOP(2), 2), 0, lambda texts: texts.insert(1, texts.pop(2)))
     check(schedule)
@@ -437,8 +432,3 @@ def test_the_version_in_use(schedule: Callable[[], Schedule], version: list[int]
     made = schedule()
     assert [Graph.from_schedule(made).version[made.stages - 1, microbatch] for microbatch in range(4)] == version
     check(made)
-
-
-def test_prove_refuses_numbers_before_it_checks() -> None:
-    with pytest.raises(UserError, match="does not divide 5"):
-        prove("pipedream", Layout.LOOP(2), 5, 2)

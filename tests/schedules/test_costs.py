@@ -26,10 +26,3 @@ def test_uniform_costs_share_a_rank_among_its_chunks() -> None:
     costs = Costs.uniform(Size(ranks=3, microbatches=6, chunks=2, update_every=6), 1, 2, 3, transfer=4, step=5)
     assert costs.stages == (StageCosts(Fraction(1, 2), 1, Fraction(3, 2), step_s=Fraction(5, 2)),) * 6
     assert costs.link(0, 1) == Link(4)
-
-
-def test_links_by_ranks_and_direction() -> None:
-    slow = Link(9)
-    costs = Costs((StageCosts(1, 1, 1),) * 2, Link(1), {(0, 1): slow})
-    assert costs.link(0, 1) == slow
-    assert costs.link(1, 0) == Link(1)

@@ -19,10 +19,6 @@ def test_a_short_grid_is_shown_whole_with_its_columns_aligned() -> None:
         "rank 1 1RECV_F0 1F0 <-- here 1B0 1STEP0"]
 
 
-def test_a_missing_action_is_marked_at_the_end() -> None:
-    assert draw_grid(programs("0F0 0B0"), [(0, 2)]) == "rank 0 0F0 0B0 end <-- here"
-
-
 def test_a_rank_without_a_program_has_a_row() -> None:
     assert draw_grid(programs("0F0"), [(1, 0)]).splitlines() == ["rank 0 0F0", "rank 1 end <-- here"]
 
@@ -65,12 +61,6 @@ def test_cursors_say_what_each_row_is_about() -> None:
     rows = draw_grid(long_programs(), [(0, 50), (1, 20)], cursors=[50, 20]).splitlines()
     assert rows[0].index(MARK) == rows[1].index(MARK)
     assert all(len(row.replace(f" {MARK}", "").split()) == 2 + 2 + 2 * SIDE + 1 for row in rows)
-
-
-def test_every_mark_is_shown() -> None:
-    rows = draw_grid(long_programs(), [(0, 50), (1, 20)]).splitlines()
-    assert f"0F50 {MARK}" in rows[0]
-    assert f"1F20 {MARK}" in rows[1]
 
 
 def test_a_fault() -> None:

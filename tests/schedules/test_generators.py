@@ -150,12 +150,7 @@ def test_bubble_of_waves(ranks: int) -> None:
 
 def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
     assert bubble_s(made("zb_h1", 4, 4)) == bubble_s(made("zb_h2", 4, 4)) == 3
-    assert made("interleaved", 4, 8).rank_peaks[0].peak_activations == 5.5 * 2
-    assert made("interleaved", 8, 24).rank_peaks[0].peak_activations == 11.5 * 2
     assert made("interleaved", 4, 4).rank_peaks[0].peak_activations == 4 * 2
-    assert [fact.peak_activations for fact in made("zb_h2", 4, 8).rank_peaks] == [7, 5, 3, 1]
-    assert [fact.peak_weight_halves for fact in made("zb_h1", 4, 8).rank_peaks] == [1, 2, 3, 4]
-    assert bubble_s(made("interleaved_zb", 4, 8)) == Fraction(3, 2)
     assert [(fact.peak_activations, fact.peak_weight_halves) for fact in made("interleaved_zb", 4, 8).rank_peaks] == [
         (8, 1), (7, 2), (6, 3), (5, 4)]
 
@@ -282,9 +277,3 @@ def test_numbers_that_a_schedule_cannot_have(name: str, ranks: int, microbatches
         made(name, ranks, microbatches, chunks)
     assert what in str(raised.value).splitlines()[0]
     assert hint in str(raised.value).splitlines()[1]
-
-
-def test_names() -> None:
-    assert set(RegisteredSchedule.names()) >= {
-        "gpipe", "1f1b", "interleaved", "interleaved_zb", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min",
-        "dualpipe_v", "hanayo", "dualpipe", "chimera", "pipedream", "pipedream_vertical_sync", "2bw"}

@@ -45,10 +45,6 @@ def test_ties_and_norms() -> None:
         "0SEND_TIED_G1 0RECV_TIED_W2 1NORM1 1STEP1"]
 
 
-def test_one_stage_needs_no_transfers() -> None:
-    assert texts(lowered("gpipe", 1, 2)) == ["0F0 0F1 0B0 0B1 0STEP0"]
-
-
 def test_halves_are_sent_and_waited_for_where_they_make_their_tensors() -> None:
     assert texts(lowered("zb_h1", 2, 2, tied=True)) == [
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0I1 0RECV_TIED_G0 0W1 0STEP0 0SEND_TIED_W1",

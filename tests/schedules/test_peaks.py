@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from vpipe.schedules.action import Action
 from vpipe.schedules.loads import RankLoad, RankPeaks, StageLoad, StagePeaks, rank_loads, stage_loads
 from vpipe.schedules.schedule import Schedule
@@ -49,22 +45,10 @@ def test_every_version_from_the_one_in_use_to_the_latest_is_held() -> None:
         (2, 0), (1, 1)]  # version 1 for microbatch 2
 
 
-def test_a_schedule_with_a_flush_holds_one_version() -> None:
-    schedule = prove("1f1b", Layout.LOOP(3), 4)
-    assert schedule.rank_peaks == (RankPeaks(3, 0), RankPeaks(2, 0), RankPeaks(1, 0))
-    assert schedule.stage_peaks == (StagePeaks(1, 0),) * 3
-
-
 def test_halves_as_in_their_paper() -> None:
     """Stage s of p holds p-s activations and s weight halves, and one more between an I and the W behind it."""
     facts = prove("zb_h1", Layout.LOOP(4), 8).rank_peaks
     assert facts == (RankPeaks(4, 1), RankPeaks(3, 2), RankPeaks(2, 3), RankPeaks(1, 4))
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_2bw_holds_two_versions_and_is_one_update_behind(stages: int) -> None:
-    for every in (stages, stages + 2):
-        assert prove("2bw", Layout.LOOP(stages), 6 * every, every).stage_peaks == (StagePeaks(2, 1),) * stages
 
 
 def test_placement_does_not_matter() -> None:
@@ -74,11 +58,3 @@ def test_placement_does_not_matter() -> None:
         return [ranks[rank] for (rank,) in placement], schedule.stage_peaks
 
     assert held(((2,), (0,), (1,))) == held(((0,), (1,), (2,)))
-
-
-@given(st.integers(1, 8), st.sampled_from([1, 2, 3, 4]))
-def test_a_stream_needs_fewer_versions_when_it_updates_less_often(stages: int, every: int) -> None:
-    held = prove("pipedream", Layout.LOOP(stages), 4 * stages * every, every).stage_peaks
-    for stage, fact in enumerate(held):
-        behind = stages - 1 - stage
-        assert fact == StagePeaks(-(-behind // every) + 1, -(-behind // every))
