@@ -96,29 +96,13 @@ def settings(*texts: str) -> list[str]:
     (["log_directory=c.yaml/deeper"], "cannot make the run's folder in 'c.yaml/deeper': Not a directory",
      "set log_directory to a folder that can be written"),
     (["x"], "'x' does not set a key (--set x)", "write --set training.learning_rate=3e-4"),
+    (["=3"], "'=3' does not set a key", "write --set training.learning_rate=3e-4"),
+    (["training..epochs=3"], "'training..epochs=3' does not set a key", "write --set training.learning_rate=3e-4"),
 ])
 def test_a_wrong_setting(refused: Refused, texts: list[str], what: str, hint: str) -> None:
     [(found, remedy)] = refused(*settings(*texts))
     assert found.startswith(what)
     assert remedy.startswith(hint)
-
-
-def test_all_mistakes_of_a_file_at_once_with_their_places(refused: Refused, here: Path) -> None:
-    Path("c.yaml").write_text("""\
-model: {name: bert, hiden_size: 8}
-dataset: {name: synthetic, batch_size: eight}
-training:
-  learning_rate: 1e-3
-  learning_rate: 1e-4
-parallel: {model_parallel_size: 2, recompute: 2}
-""")
-    found = refused("train", "c.yaml")
-    assert sorted(found) == sorted([
-        ("the key 'training.learning_rate' is given twice, first at c.yaml:4:3 (c.yaml:5:3)", "remove one of the two"),
-        ("unknown key 'model.hiden_size' (c.yaml:1:21)", "did you mean 'hidden_size'?"),
-        ("dataset.batch_size must be a whole number, got 'eight' (c.yaml:2:40)", found[2][1]),
-        ("parallel.recompute must be a number from 0 to 1, got 2 (c.yaml:6:47)", found[3][1]),
-    ])
 
 
 @pytest.mark.parametrize(("arguments", "what", "hint"), [
@@ -179,14 +163,6 @@ def test_a_port_in_use(refused: Refused) -> None:
             assert refused(*settings(f"parallel.master_port={port}")) == [
                 (f"port {port} cannot be used: Address already in use",
                  "set parallel.master_port to a free port, or leave it out to have one found")]
-
-
-def test_nccl_without_gpus(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert refused(*settings("parallel.backend=nccl")) == [
-        ("backend nccl needs a GPU per rank: 2 ranks, 1 GPU",
-         "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo'), under which ranks may share a "
-         "GPU, or leave it out")]
 
 
 def test_a_gpu_that_is_not_there_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,13 +403,6 @@ def test_actions_left_out_of_a_file_are_reported(here: Path, capsys: pytest.Capt
         assert capsys.readouterr().err == (
             "note: a.csv: left out 1 UNSHARD, 1 REDUCE_GRAD, 1 RESHARD: only a model's weights ask for them; "
             "1 OVERLAP_F_B: each taken as one action after the other\n")
-
-
-def test_auto_with_replicas_searches_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--stages", "2", "--microbatches", "4", "--format", "json", "--chunks", "1")
-    alone = json.loads(printed(capsys, "schedule", "auto", *arguments))
-    two = json.loads(printed(capsys, "schedule", "auto", *arguments[:3], "8", *arguments[4:], "--widths", "2"))
-    assert (two["placement"], two["makespan"]) == ([[0, 1], [2, 3]], alone["makespan"])
 
 
 def test_all_schedules_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from pipelines import parts
 from torch import Tensor, nn
 
 import vpipe
-from vpipe import Cut, Layer, Model, Order, Pipeline, Plan, Update
+from vpipe import Cut, Model, Order, Pipeline, Plan, Update
 from vpipe.checkpoint.manifest import Position
 from vpipe.errors import PerformanceWarning, RunError, UserError
 from vpipe.schedules.registry import RegisteredSchedule
@@ -221,19 +221,6 @@ def test_a_loss_must_be_one_number() -> None:
 # -- what it does --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", [[[2], [0], [1]], [[1], [2], [0]], [[2], [1], [0]]])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
-def test_stages_may_live_on_any_rank(schedule: str, placement: list[list[int]]) -> None:
-    arguments: dict[str, Any] = {"partition": [2, 2, 2], "schedule": schedule, "microbatches": 4, "grad_clip": 0.1}
-    losses, state = run(pipeline(**arguments), batches(3))
-    pipe = pipeline(**arguments, placement=placement)
-    moved, moved_state = run(pipe, batches(3))
-    assert moved == losses
-    assert all(torch.equal(state[name], value) for name, value in moved_state.items())
-    assert pipe.placement == tuple(map(tuple, placement))
-    assert [list(pipe.engine.workers[ranks[0]].stages) for ranks in placement] == [[0], [1], [2]]
-
-
 def test_a_plan_says_what_the_arguments_would() -> None:
     plan = Plan(Cut((1, 4, 1), recompute=(0.0, 0.5, 1.0), ranks=((2,), (0,), (1,))), Order("gpipe"))
     by_plan = pipeline(plan=plan, microbatches=2)
@@ -312,22 +299,6 @@ def test_the_state_is_a_copy() -> None:
     assert not torch.equal(first["0.weight"], pipe.state_dict()["0.weight"])
 
 
-def test_a_failure_in_a_layer_says_where() -> None:
-    class Fails(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            raise KeyError("broken")
-
-    failing = Model([Layer("first", lambda: nn.Linear(3, 3), ("x",)), Layer("fails", Fails, ("h",), ("loss",))], ("x",))
-    pipe = Pipeline(failing, sgd, stages=2)
-    with pytest.raises(RunError) as error:
-        list(pipe.train([{"x": torch.zeros(2, 3)}]))
-    assert str(error.value) == (
-        "error: the forward of layer 1 'fails' on h float32[2, 3] raised KeyError: 'broken' (rank 1, stage 1, "
-        "microbatch 0, action 1F0)\n"
-        "hint: make the layer accept these inputs, or change the outputs of the layers before it")
-    assert isinstance(error.value.__cause__, KeyError)
-
-
 def test_errors_of_the_batches_reach_the_caller() -> None:
     def torn() -> Iterator[dict[str, Tensor]]:
         yield from batches(1)
@@ -336,17 +307,6 @@ def test_errors_of_the_batches_reach_the_caller() -> None:
     for schedule in ("1f1b", "pipedream"):
         with pytest.raises(OSError, match="the disk is gone"):
             list(pipeline(stages=2, schedule=schedule).train(torn()))
-
-
-@pytest.mark.parametrize(("arguments", "what"), [
-    ({"device": "cuda:9"}, "device is cuda:9, but this process sees no GPU"), ({"backend": "mpi"}, "backend is 'mpi'")])
-def test_a_device_that_is_not_there_is_refused(arguments: dict[str, str], what: str,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError) as error:
-        pipeline(stages=2, **arguments)
-    assert error.value.problems[0].what.startswith(what)
-    assert error.value.problems[0].hint
 
 
 def test_left_out_a_pipeline_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,19 +212,6 @@ def test_layers_are_split_where_that_gains(said: Said, split: list[tuple[int, in
     assert split == [(2, 1), (1, 2)], "a plan that the config names is planned anew"
 
 
-def test_layers_are_split_where_whole_ones_do_not_fit(said: Said, split: list[tuple[int, int]]) -> None:
-    refused = [said("--memory", "5MiB", "--ranks", "2", "--set", f"parallel.tensor={count}")[2] for count in (1, 2)]
-    whole, halves = (re.findall(r"hint: allow ([\d.]+) MiB or more", err)[0] for err in refused)
-    assert float(halves) < float(whole)
-    status, out, _ = said("--memory", f"{halves}MiB", "-o", "plan.json")
-    assert (status, Plan.load("plan.json").tensor) == (0, 2)
-    assert re.search(rf"\ntensor 1: no plan fits into {halves} MiB per rank; allow {whole} MiB\s+or\s+more", out)
-    status, out, err = said("--memory", "5MiB")
-    assert (status, out) == (2, "")
-    assert err.startswith("error: tensor 1: no plan fits into 5 MiB per rank: ")
-    assert "\nerror: tensor 2: no plan fits into 5 MiB per rank: " in err
-
-
 def test_what_cannot_gain_is_not_measured(said: Said, split: list[tuple[int, int]]) -> None:
     _, out, _ = said("--ranks", "1")
     assert split == [(1, 1)]

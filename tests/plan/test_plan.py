@@ -157,7 +157,10 @@ def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
      "error: predictions has 3 stages, but the partition has 1 ({path})\n"
      "hint: leave predictions out, or let vpipe plan write the file again"),
     ({"partition": [3], "schedule": ["1f1b"]},
-     "error: schedule is ['1f1b'] ({path})\nhint: give its name, such as 1f1b")])
+     "error: schedule is ['1f1b'] ({path})\nhint: give its name, such as 1f1b"),
+    ('{"partition": [3,\n 3}',
+     "error: the plan is not JSON: Expecting ',' delimiter ({path}:2:3)\n"
+     'hint: a plan looks like {{"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}}')])
 def test_a_mistake_is_named_with_its_place_and_remedy(tmp_path: Path, content: object, text: str) -> None:
     path = written(tmp_path, content)
     assert problems(path) == [text.format(path=path)]
@@ -167,30 +170,3 @@ def test_all_mistakes_come_at_once(tmp_path: Path) -> None:
     path = written(tmp_path, {"partition": [3], "recompute": 1, "recompute_ratio": [2], "schedule": 1})
     assert [text.split(" (")[0] for text in problems(path)] == [
         "error: unknown key 'recompute' in the plan", "error: recompute_ratio is [2]", "error: schedule is 1"]
-
-
-def test_the_place_of_invalid_json_is_shown(tmp_path: Path) -> None:
-    path = written(tmp_path, '{"partition": [3,\n 3}')
-    assert problems(path) == [
-        f"error: the plan is not JSON: Expecting ',' delimiter ({path}:2:3)\n"
-        'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']
-
-
-def test_json_without_end_is_refused(tmp_path: Path) -> None:
-    for content in ("[" * 100_000, '{"partition": [' + "9" * 10_000 + "]}"):
-        assert problems(written(tmp_path, content))[0].startswith("error: the plan is not JSON: ")
-
-
-def test_a_file_that_is_no_text_is_no_plan(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"\xff\xfe\x00")
-    assert problems(path) == [f"error: the plan is not JSON: it is no text in UTF-8 ({path})\n"
-                              'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']
-
-
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    path = tmp_path / "none.json"
-    assert problems(path) == [f"error: cannot read the plan: No such file or directory ({path})\n"
-                              'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']
-    assert problems(tmp_path) == [f"error: cannot read the plan: Is a directory ({tmp_path})\n"
-                                  'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -397,14 +395,6 @@ def test_an_override_may_be_a_section(at: Path) -> None:
         ("unknown key 'model.hiden_size'", "--set model", "did you mean 'hidden_size'?")]
 
 
-@pytest.mark.parametrize("text", ["training.epochs", "=3", "training..epochs=3"])
-def test_override_without_a_key_or_a_value(at: Path, text: str) -> None:
-    [(what, where, hint)] = errors(at, GOOD, text)
-    assert what == f"'{text}' does not set a key"
-    assert where == f"--set {text.partition('=')[0]}"
-    assert hint == "write --set training.learning_rate=3e-4"
-
-
 def test_override_with_broken_yaml(at: Path) -> None:
     [(what, where, _)] = errors(at, GOOD, "parallel.partition=[3, 2")
     assert what.startswith("the YAML cannot be read: ")
@@ -462,19 +452,6 @@ def test_aliases_and_dates_are_plain_values(at: Path) -> None:
     assert config.log_directory == Path("2024-01-01")
 
 
-def test_files_that_cannot_be_read(at: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        load_config(Path("none.yaml"))
-    assert str(caught.value) == ("error: there is no file 'none.yaml' (none.yaml)\n"
-                                 "hint: check the path; it is taken from the current folder")
-    at.write_bytes(b"a: \xff\n")
-    with pytest.raises(UserError, match=r"the file 'c\.yaml' cannot be read: .*utf-8"):
-        load_config(at)
-    Path("folder").mkdir()
-    with pytest.raises(UserError, match="the file 'folder' cannot be read"):
-        load_config(Path("folder"))
-
-
 def test_long_values_are_shortened(at: Path) -> None:
     assert errors(at, GOOD, f"trace={'x' * 100}")[0][0] == f"trace must be true or false, got '{'x' * 56}..."
     assert errors(at, GOOD, f"trace={list(range(50))}")[0][0] == "trace must be true or false, got a list of 50"
@@ -489,11 +466,6 @@ def test_files_in_configs(path: Path, at: Path) -> None:
     comment = path.read_text().split("\n\n")[0].splitlines()
     assert all(line.startswith("#") for line in comment)
     assert any(f"vpipe train configs/{path.name}" in line for line in comment)
-
-
-def test_no_torch_is_imported() -> None:
-    code = "import sys, vpipe.app.config.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

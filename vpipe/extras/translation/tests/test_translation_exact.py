@@ -16,7 +16,7 @@ from test_every_schedule import copies
 from torch import Tensor
 from world import World
 
-from vpipe import Cut, Execution, Model, Pipeline, Update
+from vpipe import Cut, Model, Pipeline, Update
 from vpipe.app.families.registry import ModelSettings
 from vpipe.extras.translation.model import TranslationOptions, translation_from_settings
 from vpipe.schedules.registry import RegisteredSchedule
@@ -104,14 +104,6 @@ def test_without_a_flush_it_equals_its_oracle(name: str, recompute: float) -> No
                                    version_of=version_rule(name))
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
-
-
-@pytest.mark.parametrize("executor", ["naive", pytest.param("async_threaded",
-                                                            marks=pytest.mark.extras("async_threaded"))])
-def test_any_executor(executor: Any) -> None:
-    pipe = Pipeline(model(), Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5), stages=[3, 4, 4],
-                    schedule="gpipe", microbatches=MICROBATCHES, execution=Execution(executor=executor), seed=7)
-    assert [step.loss for step in pipe.train(batches())] == plain(True, (3, 4, 4)).losses
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
