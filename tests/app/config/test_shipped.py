@@ -107,11 +107,3 @@ def test_configs_lists_and_prints_them(capsys: pytest.CaptureFixture[str], monke
     assert main(["configs", "gpt_smal"]) == 2
     assert capsys.readouterr().err == ("error: no config 'gpt_smal' comes with vpipe\nhint: did you mean "
                                        "'gpt_small'?\n")
-
-
-@pytest.mark.extras("comparison")
-def test_compare_takes_their_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--models", "gpt_small,lama_small", "--steps", "1"]) == 2
-    assert "--models names 'lama_small'" in (err := capsys.readouterr().err)
-    assert "hint: did you mean 'llama_small'?" in err
-    assert "'gpt_small'" not in err

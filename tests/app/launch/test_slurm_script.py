@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from test_run_ends import put_program
 
 from vpipe.app.cli import main
 from vpipe.app.commands.slurm import WRITTEN_BY
@@ -74,9 +75,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     """An sbatch on PATH that keeps what it is given."""
-    program = folder / "sbatch"
-    program.write_text(SBATCH.format(folder=folder, answer=answer))
-    program.chmod(0o755)
+    put_program(folder / "sbatch", SBATCH.format(folder=folder, answer=answer))
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -176,8 +175,7 @@ def test_a_job_that_may_go_back_into_the_queue(tmp_path: Path, monkeypatch: pyte
         assert line in script
     assert AGAIN in script
     for name, text in (("srun", 'exit "$ANSWER"'), ("scontrol", 'echo "$@" >> requeued')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        put_program(tmp_path / name, f"#!/bin/sh\n{text}\n")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "bert", "SLURM_JOB_ID": "7"}
     requeued = []
     for status in (138, 1, 2, 0, 137, 138, 1):

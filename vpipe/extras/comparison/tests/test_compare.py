@@ -52,6 +52,8 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("words", "said"), [
     (["--models", "smal"], "error: --models names 'smal', but there is no file 'configs/smal.yaml'\n"
                            "hint: did you mean 'small'?"),
+    (["--models", "gpt_small,lama_small"], "error: --models names 'lama_small', but there is no file "
+                                           "'configs/lama_small.yaml'\nhint: did you mean 'llama_small'?"),
     (["--models", "small,small"], "error: --models names 'small' 2 times\nhint: name it once"),
     (["--models", "x/y.yaml"], "error: --models names 'x/y.yaml', but there is no such file\nhint: "),
     (["--models", ""], "error: --models '' names nothing in one place\nhint: give names or files of configs, with "),
