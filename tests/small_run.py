@@ -95,11 +95,11 @@ def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Referenc
     fields, per_step = tuple(job.dataset.fields), job.schedule.assignment.step_microbatches
     count = -(-updates * per_step // config.training.num_microbatches)
     batches = list(islice(job.training_batches(fields), count))
-    recipe = TrainingRecipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
+    recipe = TrainingRecipe(job.optimizer.from_named, config.training.num_microbatches, seed=config.training.seed,
                     factor=job.lr_policy(), clip=config.training.grad_clip,
                     extrapolation=config.training.extrapolation,
                     labels=job.model.labels if config.training.per_token_loss else None, slices=config.parallel.slices)
-    partition = job.partition
+    partition = job.cut.partition
     if not config.parallel.asynchronous:
         return flush_oracle(job.model, batches, recipe, partition=partition)
     return asynchronous_oracle(job.model, batches, recipe, partition, config.parallel.update_every, drained_at)

@@ -47,7 +47,7 @@ def test_a_job_can_be_made(path: Path, tmp_path: Path) -> None:
     partition = job.config.parallel.partition
     assert len(job.model) == LAYERS.get(path.name, 9)
     assert partition == "auto" or sum(partition) == len(job.model)
-    assert len(job.partition) == {"gpt_8stage.yaml": 8, "gpt_16stage.yaml": 16, "cpm.yaml": 8}.get(path.name, 4)
+    assert len(job.cut.partition) == {"gpt_8stage.yaml": 8, "gpt_16stage.yaml": 16, "cpm.yaml": 8}.get(path.name, 4)
     again = tmp_path / "config.yaml"
     again.write_text(job.config.resolved_yaml())
     assert load_config(again) == job.config
@@ -58,7 +58,7 @@ def test_it_is_planned_and_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
     """In one process, as wide as a hair, with as many layers and stages as the file has, and microbatches to fill them.
     What is to be measured is made up: tests/profiling measures."""
     def made(job: Job, sizes: Sequence[int], **_: Any) -> dict[int, Profile]:
-        return {size: made_profile(len(job.model), size, len(job.partition)) for size in sizes}
+        return {size: made_profile(len(job.model), size, len(job.cut.partition)) for size in sizes}
 
     monkeypatch.setattr("vpipe.app.train.planning.profile_job", made)
     written = load_config(path)
@@ -76,5 +76,5 @@ def test_it_is_planned_and_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
     seen = (len(job.model), parallel.schedule, parallel.model_parallel_size, parallel.update_every, microbatches)
     if seen not in PLANNED:
         again = Job.from_config(load_config(path, [*settings, "parallel.partition=auto"]))
-        PLANNED[seen] = plan_job(again, tmp_path).partition
-    assert (len(PLANNED[seen]), sum(PLANNED[seen])) == (len(job.partition), len(job.model))
+        PLANNED[seen] = plan_job(again, tmp_path).cut.partition
+    assert (len(PLANNED[seen]), sum(PLANNED[seen])) == (len(job.cut.partition), len(job.model))

@@ -100,7 +100,7 @@ def test_a_run_is_resumed(run: str, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("partition", [[2, 2], [1, 2, 1], [4]])
 def test_a_checkpoint_is_loaded(partition: list[int]) -> None:
     job = job_of()
-    pipe = Pipeline(job.model, Update(job.optimizer(), grad_clip=1.0), stages=partition, schedule="1f1b",
+    pipe = Pipeline(job.model, Update(job.optimizer, grad_clip=1.0), stages=partition, schedule="1f1b",
                     microbatches=4)
     position = pipe.load(Path("flush", "checkpoints", "step-2"))
     assert position.updates == 2
@@ -121,14 +121,14 @@ def test_a_plan_is_drawn_and_run(capsys: pytest.CaptureFixture[str]) -> None:
     job, plan = job_of(), Plan.load("plan.json")
     plan.save("again.json")
     assert Path("again.json").read_text() == Path("plan.json").read_text()
-    pipe = Pipeline(job.model, job.optimizer(), stages=plan)
+    pipe = Pipeline(job.model, job.optimizer, stages=plan)
     assert (pipe.schedule, pipe.partition, pipe.update_every) == ("pipedream", (2, 2), 1)
     assert trained(pipe, job)[:2] == pytest.approx(recorded("stream")[:2], rel=ROUNDING)
 
 
 def test_a_config_takes_the_plan() -> None:
     job = job_of("parallel.plan=plan.json")
-    assert (job.config.parallel.schedule, job.partition) == ("pipedream", (2, 2))
+    assert (job.config.parallel.schedule, job.cut.partition) == ("pipedream", (2, 2))
 
 
 def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str]) -> None:

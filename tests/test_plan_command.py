@@ -79,7 +79,7 @@ def test_a_plan_is_explained_written_and_taken_by_a_config(said: Said, asked: li
     assert plan.predictions is not None
     assert f"plan: {plan.schedule}, {len(plan.partition)} stages {list(plan.partition)}, " in out
     job = Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
-    assert (job.partition, job.recomputed) == (plan.partition, plan.recomputed)
+    assert (job.cut.partition, job.cut.recomputed) == (plan.partition, plan.recomputed)
     assert job.config.training.num_microbatches == plan.microbatches
 
 

@@ -23,7 +23,7 @@ BUDGET_S, BATCHES, WITHIN = *((2.0, 2) if SMALL else (8.0, 6)), 0.2
 
 def compare(part: Part, name: str, job: Job) -> None:
     """Measure a profile, then predict and train the model with nothing, half and all of it recomputed."""
-    training, factory = job.config.training, job.optimizer()
+    training, factory = job.config.training, job.optimizer
     microbatch = microbatch_of(job, job.config.microbatch_size)
     identities = RankGroup(part.device).identify(job.model, [microbatch], model_name=name,
                                                  optimizer=training.optimizer, precision=training.precision)

@@ -163,7 +163,7 @@ class LongRun:
 
     def _oracle(self, job: Job, trajectory: Trajectory | None, progress: Callable[[int], None]) -> ReferenceRun:
         parallel, training = job.config.parallel, job.config.training
-        per_step, partition = job.schedule.assignment.per_step, job.partition
+        per_step, partition = job.schedule.assignment.per_step, job.cut.partition
 
         def batches() -> Iterator[Mapping[str, Tensor]]:
             count = -(-self.steps * per_step // training.num_microbatches)
@@ -172,9 +172,9 @@ class LongRun:
                 yield batch
 
         compression = Compression.described(parallel.transfers, len(partition), training.seed)
-        cross = uncompressed if compression is None else CutCompression(job.model, partition, job.placement,
+        cross = uncompressed if compression is None else CutCompression(job.model, partition, job.schedule.placement,
                                                                         compression)
-        recipe = TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.lr_policy(),
+        recipe = TrainingRecipe(job.optimizer.from_named, training.num_microbatches, training.seed, job.lr_policy(),
                           training.grad_clip, trajectory, cross, training.on_nan == "skip")
         if job.schedule.flush:
             return flush_oracle(job.model, batches(), recipe)
@@ -182,7 +182,7 @@ class LongRun:
         return asynchronous_oracle(job.model, batches(), recipe, partition, job.schedule.update_every,
                                    sorted(step * per_step for step in drains), version_rule(
                                        parallel.schedule, job.schedule.warmup),
-                                   [len(ranks) for ranks in job.placement])
+                                   [len(ranks) for ranks in job.schedule.placement])
 
 
 def described(arrangement: Arrangement) -> str:

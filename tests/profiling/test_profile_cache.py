@@ -153,7 +153,7 @@ def test_a_plan_made_for_another_precision_is_followed_with_a_warning(tmp_path: 
     job, said = job_of(tmp_path, training__precision="bf16"), list[str]()
     made_for = asdict(identities_of(job, [job.config.microbatch_size], 1)[0])
     for precision in ("bf16", "fp32"):
-        plan = Plan(Cut(job.partition), Order("1f1b"), profiled=made_for | {"precision": precision})
+        plan = Plan(Cut(job.cut.partition), Order("1f1b"), profiled=made_for | {"precision": precision})
         check_plan(replace(job, plan=plan), said.append)
     assert said == ["warning: the plan was made for precision fp32, not bf16: its predictions do not hold here"]
 

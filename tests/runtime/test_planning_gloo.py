@@ -28,7 +28,8 @@ def plan(*, config: str, profile: str) -> dict[str, Any]:
 
     with patch("vpipe.app.train.planning.profile_job", profile_job):
         try:
-            return {"partition": plan_job(Job.from_config(load_config(Path(config))), Path(config).parent).partition}
+            job = Job.from_config(load_config(Path(config)))
+            return {"partition": plan_job(job, Path(config).parent).cut.partition}
         except PlanningError as error:
             return {"error": str(error), "status": error.exit_status}
 

@@ -128,7 +128,7 @@ def test_split_layers_are_measured_and_planned(tmp_path: Path, capfd: pytest.Cap
         assert whole.parameter_bytes / 2 < split.parameter_bytes < whole.parameter_bytes
         parts = 1 if split.name == "head" else 2  # of the sequence
         assert [parts * tensor.bytes for tensor in split.writes] == [tensor.bytes for tensor in whole.writes]
-    given = f"parallel.partition={list(job.partition)}"
+    given = f"parallel.partition={list(job.cut.partition)}"
     assert main(["train", str(config), "--set", given, "--set", f"log_directory={tmp_path / 'again'}"]) == 0
     assert losses(only_run(tmp_path / "again")) == losses(planned)
     capfd.readouterr()

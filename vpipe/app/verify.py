@@ -34,7 +34,7 @@ class SavedReference(NamedTuple):
 
 def batches_for_steps(job: Job, steps: int) -> int:
     """Return how many batches make at least ``steps`` steps; without a flush, enough to see every weight version."""
-    least = 1 if job.schedule.flush else 2 * len(job.placement)
+    least = 1 if job.schedule.flush else 2 * job.cut.count
     return -(-max(steps, least) * microbatches_of_step(job.schedule) // job.config.microbatches)
 
 

@@ -135,7 +135,7 @@ def test_a_damaged_plan_is_refused() -> None:
 
 def test_a_job_keeps_its_plan_and_a_config_that_needs_no_file(tmp_path: Path) -> None:
     job = Job.from_config(load(PLAN, "parallel.plan=plan.json"))
-    assert (job.plan, job.partition, job.recomputed) == (PLAN, (2, 3), ({0}, {2, 4}))
+    assert (job.plan, job.cut.partition, job.cut.recomputed) == (PLAN, (2, 3), ({0}, {2, 4}))
     assert job.config.parallel.plan is None
     assert job.config.parallel.to_plan == ()
     run = tmp_path / "run"
@@ -159,12 +159,12 @@ def test_a_plan_for_another_model_is_refused_with_both_numbers() -> None:
 def test_a_job_follows_a_plan(tmp_path: Path) -> None:
     job = job_of(tmp_path).with_plan(PLAN)
     assert decided(job.config) == WHOLE
-    assert (job.placement, job.schedule.microbatches, job.plan) == (((1,), (0,)), 2, PLAN)
+    assert (job.schedule.placement, job.schedule.microbatches, job.plan) == (((1,), (0,)), 2, PLAN)
     (tmp_path / "again.yaml").write_text(job.config.resolved_yaml())
     assert load_config(tmp_path / "again.yaml") == job.config
     wide = job_of(tmp_path,
                   parallel__data_parallel_size=2).with_plan(Plan(Cut((2, 3), ranks=((0, 1), (2,))), Order("1f1b")))
-    assert (wide.placement, wide.config.parallel.data_parallel_size) == (((0, 1), (2,)), 1)
+    assert (wide.schedule.placement, wide.config.parallel.data_parallel_size) == (((0, 1), (2,)), 1)
     assert wide.config.parallel.recompute == 0.0
 
 

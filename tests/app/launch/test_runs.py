@@ -73,7 +73,7 @@ def test_a_run(tmp_path: Path, changes: dict[str, Any], capfd: pytest.CaptureFix
          *(f"rank{rank}.log" for rank in range(stages))])
     for rank in range(stages):
         log = (run / f"rank{rank}.log").read_text()
-        [stage] = [s for s, ranks in enumerate(job.placement) if rank in ranks]
+        [stage] = [s for s, ranks in enumerate(job.schedule.placement) if rank in ranks]
         assert f"stages [{stage}]" in log
         assert f"update {count}/{count}: loss " in log
         assert f"rank {rank} has ended" in log

@@ -47,7 +47,7 @@ def test_a_job_fills_in_the_config(tmp_path: Path) -> None:
 
 def test_an_optimizer_of_matrices_knows_them_for_every_partition(tmp_path: Path) -> None:
     job = job_of(tmp_path, training__optimizer="muon")
-    assert job.optimizer().matrices == hidden_matrices(job.model)
+    assert job.optimizer.matrices == hidden_matrices(job.model)
     assert job_of(tmp_path).optimizer().matrices is None
 
 
@@ -72,28 +72,28 @@ def test_how_many_updates(tmp_path: Path, limits: dict[str, Any], updates: int |
 
 def test_samples_and_tokens_per_update(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    assert (job.samples_per_update, job.tokens_per_update) == (8, 128)
+    assert job.step_size == (8, 128)
     job = job_of(tmp_path, parallel__schedule="pipedream", parallel__update_every=2)
-    assert (job.samples_per_update, job.tokens_per_update) == (4, 64)
+    assert job.step_size == (4, 64)
     job = job_of(tmp_path, parallel__schedule="pipedream", parallel__stage_to_rank_map={"0": [0, 1, 2], "1": [3]})
-    assert (job.samples_per_update, job.tokens_per_update) == (6, 96)
+    assert job.step_size == (6, 96)
 
 
 def test_placement(tmp_path: Path) -> None:
-    assert job_of(tmp_path).placement == ((0,), (1,))
+    assert job_of(tmp_path).schedule.placement == ((0,), (1,))
     ranks = {"0": [2], "1": [0], "2": [1]}
     assert job_of(tmp_path, parallel__model_parallel_size=3,
-                  parallel__stage_to_rank_map=ranks).placement == ((2,), (0,), (1,))
-    assert job_of(tmp_path, parallel__data_parallel_size=2).placement == ((0, 1), (2, 3))
+                  parallel__stage_to_rank_map=ranks).schedule.placement == ((2,), (0,), (1,))
+    assert job_of(tmp_path, parallel__data_parallel_size=2).schedule.placement == ((0, 1), (2, 3))
     job = job_of(tmp_path, parallel__stage_to_rank_map={"0": [2, 0], "1": [1]})
-    assert job.placement == ((2, 0), (1,))
+    assert job.schedule.placement == ((2, 0), (1,))
     assert job.describe(2) == "rank 2 (stage 0)"
 
 
 def test_processes_that_split_layers(tmp_path: Path) -> None:
     """Sizes that cannot be split, and a model without plans, are refused."""
     job = job_of(tmp_path, parallel__tensor=2, parallel__partition="auto")
-    assert (job.config.parallel.to_plan, sum(job.partition), job.processes) == (("partition",), 5, 4)
+    assert (job.config.parallel.to_plan, sum(job.cut.partition), job.processes) == (("partition",), 5, 4)
     assert [job.describe(rank) for rank in (0, 3)] == ["rank 0 (lane 0, stage 0)", "rank 3 (lane 1, stage 1)"]
     assert headline(job).endswith(
         "one process per stage, times 2 that split its layers: ranks 0-1, 2-3 on one host each")
@@ -276,5 +276,5 @@ def test_a_rank_makes_the_same_job_without_checking_it_again(tmp_path: Path, mon
     config = load_resolved(resolved)
     assert config == job.config
     again = Job.from_config(config, checked=True)
-    assert (again.schedule, again.partition, again.updates) == (job.schedule, job.partition, job.updates)
+    assert (again.schedule, again.cut.partition, again.updates) == (job.schedule, job.cut.partition, job.updates)
     assert [layer.name for layer in again.model.layers] == [layer.name for layer in job.model.layers]

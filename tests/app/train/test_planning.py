@@ -60,7 +60,8 @@ def auto(tmp_path: Path, **changes: Any) -> Job:
 def test_values_to_be_planned_have_stand_ins_with_the_same_ranks(tmp_path: Path) -> None:
     job = auto(tmp_path, parallel__schedule="auto", parallel__recompute="auto", parallel__data_parallel_size=2)
     assert job.config.parallel.to_plan == ("partition", "recompute", "schedule")
-    assert (job.partition, job.recomputed, job.placement) == ((1, 4), (frozenset(), frozenset()), ((0, 1), (2, 3)))
+    assert (job.cut.partition, job.cut.recomputed) == ((1, 4), (frozenset(), frozenset()))
+    assert job.schedule.placement == ((0, 1), (2, 3))
     assert job.config.parallel.partition == job.config.parallel.recompute == job.config.parallel.schedule == "auto"
     assert ranks_of(job.config) == 4
     assert headline(job) == "bert: 5 layers in 2 stages, partition, recompute, schedule to be planned, 4 processes"
@@ -77,21 +78,23 @@ def test_the_partition_alone(tmp_path: Path, measured: list[list[int]]) -> None:
     assert (asked.schedules, asked.placement, asked.recompute, asked.partition) == (("1f1b",), ((1,), (0,)), 0.5, None)
     found = plan_job(job, tmp_path)
     assert measured == [[2]]
-    assert (found.partition, found.config.parallel.schedule, found.placement) == ((1, 4), "1f1b", ((1,), (0,)))
-    assert found.recomputed == (frozenset(), {3, 4}), "half of the stage, whatever its layers are"
+    assert (found.cut.partition, found.schedule.placement) == ((1, 4), ((1,), (0,)))
+    assert found.config.parallel.schedule == "1f1b"
+    assert found.cut.recomputed == (frozenset(), {3, 4}), "half of the stage, whatever its layers are"
     assert found.plan is not None
     assert found.plan.predictions is not None
 
 
 def test_a_stream_is_planned_as_one(tmp_path: Path, measured: list[list[int]]) -> None:
     found = plan_job(auto(tmp_path, parallel__schedule="pipedream", parallel__update_every=2), tmp_path)
-    assert (found.config.parallel.schedule, found.schedule.update_every, found.partition) == ("pipedream", 2, (1, 4))
+    assert (found.config.parallel.schedule, found.schedule.update_every) == ("pipedream", 2)
+    assert found.cut.partition == (1, 4)
 
 
 def test_recompute_is_what_the_memory_asks_for(tmp_path: Path, measured: list[list[int]]) -> None:
     def recomputed(memory: str | None) -> int:
         job = job_of(tmp_path, parallel__partition=[3, 2], parallel__recompute="auto", parallel__memory=memory)
-        return sum(map(len, plan_job(job, tmp_path).recomputed))
+        return sum(map(len, plan_job(job, tmp_path).cut.recomputed))
 
     assert recomputed("100MB") == 0
     assert recomputed("5MB") > 0
@@ -143,7 +146,7 @@ def test_a_plan_for_another_model_is_refused_and_one_for_another_microbatch_rema
     with pytest.raises(UserError, match=r"for another model: bert tiny \(digest \w+\) there, bert tiny \(digest "):
         job_of(tmp_path, **following, model__hidden_size=32)
     path.write_text('{"partition": [2, 3], "profile": "0123456789ab"}')
-    assert job_of(tmp_path, **following).partition == (2, 3)
+    assert job_of(tmp_path, **following).cut.partition == (2, 3)
 
 
 def test_settings_that_change_costs_change_the_digest(tmp_path: Path) -> None:

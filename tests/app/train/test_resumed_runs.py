@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_every_sample_is_used_once(tmp_path: Path) -> None:
     job = Job.from_config(load_config(write_config(tmp_path)))
     all_of_them = [batch["input_ids"] for batch in islice(job.training_batches(("input_ids",)), 24)]
     for done in (0, 11, 16):
-        rest = islice(job.resumed(done, 8 * done).training_batches(("input_ids",)), 24 - done)
+        rest = islice(replace(job, steps_done=done, samples_done=8 * done).training_batches(("input_ids",)), 24 - done)
         assert all(torch.equal(a["input_ids"], b) for a, b in zip(rest, all_of_them[done:], strict=True))
 
 
@@ -201,7 +202,7 @@ def test_limits_count_what_is_done(tmp_path: Path, changes: dict[str, Any], step
                                    updates: int) -> None:
     job = Job.from_config(load_config(write_config(tmp_path, **{f"training__{key}": value for key,
                                                                 value in changes.items()})))
-    assert job.resumed(steps, samples).updates == updates
+    assert replace(job, steps_done=steps, samples_done=samples).updates == updates
 
 
 def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

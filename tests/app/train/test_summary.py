@@ -98,7 +98,7 @@ def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_fit_the_terminal_and_name_every_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path, parallel__data_parallel_size=2)
     metrics = trained(StepSize(8, 128, Efficiency((1e6,), 0.0, PeakFlops(0.01, 2, "fp32", "measured"))))
-    figures = RunFigures.from_metrics(metrics, [USAGES[0], *USAGES, USAGES[1]], job.placement)
+    figures = RunFigures.from_metrics(metrics, [USAGES[0], *USAGES, USAGES[1]], job.schedule.placement)
     for columns, tables in ((40, 4), (60, 3), (80, 2), (100, 2), (140, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = summary(job, metrics, figures).splitlines()[3:]
@@ -256,7 +256,7 @@ def test_with_zero1_it_names_the_ranks_that_send_and_keep_most(tmp_path: Path, m
     usages = [replace(USAGES[0], state_bytes=9000), replace(USAGES[1], state_bytes=700),
               replace(USAGES[0], state_bytes=800)]
     metrics = trained(StepSize(8, 128))
-    lines = summary(job, metrics, RunFigures.from_metrics(metrics, usages, job.placement)).splitlines()
+    lines = summary(job, metrics, RunFigures.from_metrics(metrics, usages, job.schedule.placement)).splitlines()
     assert " ".join(map(str.strip, lines[-2:])) == (
         "(zero1: of the replicas rank 1 sends most, 1.91 MiB; rank 2 keeps most of an optimizer's state, 800 B of the "
         "1.46 KiB of stage 1)")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vpipe import Plan, accelerator
+from vpipe import Order, Plan, accelerator
 from vpipe.app.command_line import Setting, setting_words
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, config_tree, load_config
@@ -229,11 +229,17 @@ def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tupl
 
 
 def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> list[OtherPlan]:
-    """Return the config's own plan, where it leaves nothing open; else nothing."""
+    """Return the config's own plan, where it leaves nothing open; else nothing.
+
+    A plan names ranks instead of chunks, and corrects no delay.
+    """
     parallel, name = job.config.parallel, "the config's own"
     if parallel.to_plan or CsvFile.is_path(parallel.schedule) or isinstance(parallel.recompute, str):
         return []
-    plan = job.as_plan
+    order = job.config.order
+    plan = Plan(replace(job.cut, ranks=job.schedule.placement),
+                Order.of(order.schedule, slices=order.slices, update_every=order.late.update_every,
+                         warmup=order.warmup), job.config.microbatches)
     plan = replace(plan, predictions=predict(profiles[job.config.microbatches], plan).prediction)
     peak, seconds = plan.predicted.fullest_rank[1], plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:

@@ -48,13 +48,13 @@ def run_verify(options: argparse.Namespace) -> None:
     job = Job.from_config(config)
     batches, ranks, parts = batches_for_steps(job, options.steps), job.schedule.ranks, config.parallel.tensor
     steps = steps_in_batches(job, batches)
-    print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks"
+    print(f"{job.config.model.name}: {len(job.model)} layers in {job.cut.count} stages on {ranks} ranks"
           + f" of {parts} processes that split each layer" * (parts > 1)
           + f", schedule {job.config.parallel.standing_in.order_text}, {steps} steps"
           + (", on this host without its container" if job.config.container else ""), flush=True)
     if to_plan := job.config.parallel.to_plan:
         print(f"a run plans {', '.join(to_plan)} when it starts; here stages balanced by their parameters stand in: "
-              f"{list(job.partition)}", flush=True)
+              f"{list(job.cut.partition)}", flush=True)
     oracles: Sequence[Reference | SavedReference] = []
     wrong: list[str] = []
     if parts == 1:

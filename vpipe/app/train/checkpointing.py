@@ -136,7 +136,7 @@ class Checkpointing:
 
     def _report(self, wait_for_drains: bool) -> None:
         for saved in [] if self._saver is None else self._saver.results[self._reported:]:
-            drained = self._job.schedule.flush or self._metrics.steps >= saved.step + len(self._job.placement)
+            drained = self._job.schedule.flush or self._metrics.steps >= saved.step + self._job.cut.count
             if wait_for_drains and not drained:
                 break
             facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
@@ -203,7 +203,7 @@ class Checkpointing:
         """Return by how much the steps around a save, as many before and after as there are stages, took longer."""
         if self._job.schedule.flush or self._metrics.steps <= step:
             return 0.0
-        at, steps = step - self._job.steps_done, len(self._job.placement)
+        at, steps = step - self._job.steps_done, self._job.cut.count
         around = self._metrics.update_s[max(0, at - steps):at + steps]
         return max(0.0, sum(around) - pause_s - len(around) * median(self._metrics.update_s))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from vpipe import Cut, Execution, Model, Order, Plan, Update, accelerator
+from vpipe import Cut, Execution, Model, Plan, Update, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
@@ -153,7 +153,7 @@ class Job:
         """
         plan.check_fits(len(self.model))
         parallel, training = self.config.parallel, self.config.training
-        followed = parallel.following(plan, self.placement)
+        followed = parallel.following(plan, self.schedule.placement)
         microbatches = plan.microbatches or self.config.microbatches
         if self.config.dataset.batch_size % microbatches:
             raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
@@ -162,12 +162,8 @@ class Job:
         late = {} if followed.asynchronous else {"delay_correction": "none", "delay_correction_strength": 1.0}
         config = self.config.with_parallel(followed).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches, **late})})
-        return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
-            self.steps_done, self.samples_done)
-
-    def resumed(self, steps: int, samples: int) -> Job:
-        """Return this job after ``steps`` steps of ``samples`` samples in total, under whatever schedule."""
-        return replace(self, steps_done=steps, samples_done=samples)
+        return replace(self._prepare(config, self.dataset, self.model, plan, proved=proved),
+                       steps_done=self.steps_done, samples_done=self.samples_done)
 
     def keep_plan(self, folder: Path) -> None:
         """Write the plan that the job follows, if any, into the run folder; also its profile, if it is cached."""
@@ -185,15 +181,6 @@ class Job:
         return replace(profile, extrapolates=self.config.training.extrapolation is not None,
                        zero1=self.config.parallel.zero1, averages=self.config.training.average is not None)
 
-    @property
-    def as_plan(self) -> Plan:
-        """The plan of what it runs: a plan names ranks instead of chunks, and corrects no delay."""
-        order = self.config.order
-        return Plan(replace(self.cut, ranks=self.placement),
-                    Order.of(order.schedule, slices=order.slices, update_every=order.late.update_every,
-                             warmup=order.warmup),
-                    self.config.microbatches)
-
     @cached_property
     def base_model(self) -> Model:
         """The model without adapters."""
@@ -201,20 +188,10 @@ class Job:
         return family_named(section.name).factory(model_settings(section, section.vocab_size, model_file(section)))
 
     @property
-    def partition(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return self.cut.partition
-
-    @property
-    def recomputed(self) -> tuple[frozenset[int], ...]:
-        """Recomputed layers of each stage, by their numbers in the model."""
-        return self.cut.recomputed
-
-    @property
     def update(self) -> Update:
         """An update of the weights."""
         training = self.config.training
-        return Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip",
+        return Update(self.optimizer, self.lr_policy(), training.grad_clip, training.on_nan == "skip",
                       self.config.parallel.zero1, training.per_token_loss, training.average)
 
     @property
@@ -253,20 +230,16 @@ class Job:
         check_slices(self.model, self._on(None), slices)
 
     @property
-    def placement(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each stage, one per replica."""
-        return self.schedule.placement
-
-    @property
     def processes(self) -> int:
         """Number of processes: ranks of the schedule, each so many as split a layer."""
         return self.schedule.ranks * self.config.parallel.tensor
 
     @property
     def homes(self) -> tuple[tuple[int, ...], ...]:
-        """Processes of each stage: as :attr:`placement`, but each rank is the processes that split its layers."""
+        """Processes of each stage: those that split the layers of its ranks."""
         parts = self.config.parallel.tensor
-        return tuple(tuple(rank * parts + lane for rank in ranks for lane in range(parts)) for ranks in self.placement)
+        return tuple(tuple(rank * parts + lane for rank in ranks for lane in range(parts))
+                     for ranks in self.schedule.placement)
 
     def describe(self, rank: int) -> str:
         """Describe a process with its stages."""
@@ -301,19 +274,10 @@ class Job:
         return sizes(model_settings(section, section.vocab_size, model_file(section)))
 
     @property
-    def one_text(self) -> Model:
-        """Return the model, of the same weights, for samples of one text each."""
-        section = self.config.model
-        if not section.packed:
-            return self.model
-        settings = model_settings(section, section.vocab_size, model_file(section))
-        return family_named(section.name).model(replace(settings, packed=False))
-
-    @property
     def step_name(self) -> str:
         """Name a step of training: "update", or "step" if stages make different numbers of updates in it."""
         assignment = self.schedule.assignment
-        updates = {assignment.per_update(stage) for stage in range(len(self.placement))}
+        updates = {assignment.per_update(stage) for stage in range(self.cut.count)}
         return "update" if updates == {assignment.per_step} else "step"
 
     @cached_property
@@ -338,29 +302,16 @@ class Job:
         return self.steps_done + min(limits) if limits else None
 
     @property
-    def samples_per_update(self) -> int:
-        """Samples of a step of training; their mean where they differ."""
-        return self.epochs.per_step(self.schedule.assignment.step_microbatches)[0]
+    def step_size(self) -> tuple[int, int]:
+        """Samples and tokens of a step of training, padding excluded; their mean where they differ."""
+        return self.epochs.per_step(self.schedule.assignment.step_microbatches)
 
     def microbatch_samples(self, size: int) -> int:
         """Return the samples of a microbatch of the largest batch, where one of ``dataset.batch_size`` has ``size``."""
-        return size * self._largest_batch // self.config.dataset.batch_size
-
-    @cached_property
-    def _largest_batch(self) -> int:
-        size = self.config.dataset.batch_size
-        return len(self.dataset.largest_batch(size)[self.model.batch[0]]) \
-            if isinstance(self.dataset, VaryingBatches) else size
-
-    @property
-    def mean_delay(self) -> float:
-        """Largest mean delay of the gradients of a stage, in updates."""
-        return max(self.advice.mean_delays)
-
-    @property
-    def tokens_per_update(self) -> int:
-        """Tokens of a step of training, padding excluded; their mean where they differ."""
-        return self.epochs.per_step(self.schedule.assignment.step_microbatches)[1]
+        if not isinstance(self.dataset, VaryingBatches):
+            return size
+        batch_size = self.config.dataset.batch_size
+        return size * len(self.dataset.largest_batch(batch_size)[self.model.batch[0]]) // batch_size
 
     @property
     def learns_next_tokens(self) -> bool:
@@ -385,16 +336,13 @@ class Job:
         training, total = self.config.training, self.updates or 1
         return LearningRatePolicy(training.lr_policy, total, training.warmup_updates(total))
 
+    @cached_property
     def optimizer(self) -> OptimizerSettings:
-        """Return the settings from which a stage makes its optimizer."""
+        """The settings from which a stage makes its optimizer."""
         training = self.config.training
         return OptimizerSettings(training.optimizer, training.learning_rate, weight_decay=training.weight_decay,
-                                 momentum=training.momentum, matrices=self._hidden_matrices)
-
-    @cached_property
-    def _hidden_matrices(self) -> frozenset[str] | None:
-        """Return the parameters that an optimizer of matrices steps; None where the config has none."""
-        return hidden_matrices(self.model) if self.config.training.optimizer == "muon" else None
+                                 momentum=training.momentum,
+                                 matrices=hidden_matrices(self.model) if training.optimizer == "muon" else None)
 
     def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
         """Yield the batches of all epochs, each epoch in its own order; other fields are on the meta device.

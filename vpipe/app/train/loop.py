@@ -83,7 +83,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
     with running(folder) if first else nullcontext():
         if checkpoint is not None:
             manifest = manifest or Manifest.load(checkpoint)
-            job = job.resumed(manifest.step, manifest.samples)
+            job = replace(job, steps_done=manifest.step, samples_done=manifest.samples)
         if job.config.parallel.to_plan:
             from vpipe.app.train.planning import plan_job  # slow to import
 
@@ -132,7 +132,7 @@ class _TrainingRun:
                 past = PastMetrics.read(self._folder, job.steps_done)
             past.time_s, last = exchange().from_rank([past.time_s, past.evaluations[-1:]])
             self._evaluated = last[0][0] + 1 if last else 0
-        size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),
+        size = StepSize(*job.step_size, Efficiency.from_job(job, show),
                         job.learns_next_tokens,
                         job.epochs.steps(job.samples_done, job.schedule.assignment.step_microbatches))
         events = event_writers(self._folder, job.steps_done, config_row(config), tensorboard=config.metrics.tensorboard,
@@ -152,7 +152,8 @@ class _TrainingRun:
             usages = pipe.usage(before)
             if show:
                 self._summarize(RunFigures.from_metrics(self._metrics, usages, job.homes,
-                                                        None if before is None else counted_steps, job.mean_delay),
+                                                        None if before is None else counted_steps,
+                                                        max(job.advice.mean_delays)),
                                 parts)
             if stopped is None:
                 for observer in self._observers:
@@ -194,7 +195,7 @@ class _TrainingRun:
         try:
             replace_text(self._folder / FACTS, json.dumps({
                 "updates": job.updates, "max_minutes": job.config.training.max_minutes, "ranks": job.homes,
-                "partition": job.partition, "planned_s": _planned_work(job)}))
+                "partition": job.cut.partition, "planned_s": _planned_work(job)}))
         except OSError as error:
             log.warning("cannot write '%s': %s", self._folder / FACTS, error.strerror)
 
@@ -337,10 +338,11 @@ class _TrainingRun:
 def _planned_work(job: Job) -> list[float] | None:
     """Return the seconds per step that each rank was planned to work; None for a run that follows no plan."""
     plan = job.plan
-    if plan is None or plan.predictions is None or plan.partition != job.partition or job.config.parallel.tensor > 1:
+    if plan is None or plan.predictions is None or plan.partition != job.cut.partition or (
+            job.config.parallel.tensor > 1):
         return None
     work = [0.0] * job.schedule.ranks
-    for stage, ranks in zip(plan.predicted.stages, job.placement, strict=True):
+    for stage, ranks in zip(plan.predicted.stages, job.schedule.placement, strict=True):
         for one in ranks:
             work[one] += stage.microbatch_s * job.schedule.assignment.step_microbatches / len(ranks) + stage.step_s
     return work
@@ -464,7 +466,7 @@ class DivergenceCheck:
         self._saving.finish()  # the save of an earlier step
         newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
         hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
-        stage = None if microbatch is None else len(self._job.partition) - 1
+        stage = None if microbatch is None else self._job.cut.count - 1
         if newest is None:
             raise LastingError(what, hint=f"{hint}; there is no checkpoint before it", stage=stage,
                                microbatch=microbatch)

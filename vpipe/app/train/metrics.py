@@ -390,7 +390,7 @@ class Efficiency:
         dtype, given = config.training.computed.dtype or torch.float32, config.metrics.peak_tflops
         with nullcontext() if given is not None else message_if_slow("measuring what the devices can do", show):
             peak = find_peak(device, dtype, given)
-        return cls(tuple(layers), 0.0, peak).with_recompute(job.recomputed)
+        return cls(tuple(layers), 0.0, peak).with_recompute(job.cut.recomputed)
 
     def with_recompute(self, layers: Iterable[Iterable[int]]) -> Efficiency:
         """Return the efficiency if these layers, given per stage, are recomputed."""

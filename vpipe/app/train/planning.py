@@ -100,8 +100,8 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
         profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
         RegisteredSchedule.for_plans(flush=True, slices=parallel.slices) if parallel.schedule == AUTO
         else (parallel.schedule,),
-        {microbatches: parallel.update_every}, job.placement,
-        None if "partition" in parallel.to_plan else job.partition,
+        {microbatches: parallel.update_every}, job.schedule.placement,
+        None if "partition" in parallel.to_plan else job.cut.partition,
         None if isinstance(parallel.recompute, str) else parallel.recompute,
         warmup=parallel.warmup, slices=parallel.slices)
 
@@ -181,7 +181,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
                 report(line)
 
         model, _ = job.split_layers(device)
-        measured = measure(model, [microbatch_of(job, size) for size, _ in missing], job.optimizer().from_named,
+        measured = measure(model, [microbatch_of(job, size) for size, _ in missing], job.optimizer.from_named,
                            identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
                            timeout_s=config.parallel.timeout_s, tell=progress,
                            shared_memory=config.parallel.shared_memory)
@@ -200,7 +200,7 @@ def settings_of(job: Job) -> dict[str, Any]:
     """Return the settings of a job on which its profiles depend, as :meth:`vpipe.profiling.RankGroup.identify` takes
     them."""
     parallel, training = job.config.parallel, job.config.training
-    return {"model_name": model_name(job), "optimizer": _optimizer(job.optimizer()), "backend": parallel.backend,
+    return {"model_name": model_name(job), "optimizer": _optimizer(job.optimizer), "backend": parallel.backend,
             "shared_memory": parallel.shared_memory, "threads": training.threads, "precision": training.precision}
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
@@ -323,7 +323,7 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     if start.folder is None or manifest is None:
         return None
     steps = manifest.step
-    if job.resumed(steps, manifest.samples).updates != steps:
+    if replace(job, steps_done=steps, samples_done=manifest.samples).updates != steps:
         return None
     evaluations = PastMetrics.read(start.folder, steps).evaluations
     if not evaluations or evaluations[-1][0] != steps - 1:
@@ -366,7 +366,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     moved = [name for root in roots for name in _move_later(root, steps, attempt)]
     begin_attempt(folder, attempt, job.config.resolved_yaml(), PastMetrics.read(folder, steps).lines)
     job.keep_plan(folder)
-    if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
+    if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.cut.partition:
         (folder / PLAN).unlink()  # this attempt does not follow it
     if (last is not None and last >= steps) or moved:
         print(_repeated(job.step_name, steps, last, moved, attempt), file=sys.stderr, flush=True)

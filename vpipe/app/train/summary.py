@@ -27,13 +27,13 @@ def headline(job: Job) -> str:
     """Describe a job in the line that a run begins with."""
     ranks, parts = job.schedule.ranks, job.config.parallel.tensor
     to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
-    return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
-            + ("" if "partition" in to_plan else f" {list(job.partition)}")
+    return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(job.cut.count, 'stage')}"
+            + ("" if "partition" in to_plan else f" {list(job.cut.partition)}")
             + ("" if "schedule" in to_plan else f", schedule {parallel.order_text}")
             + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}")
             + (", packed" if job.config.model.packed else "") + ", "
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
-            + ("one process per stage" if sorted(job.placement) == [(rank,) for rank in range(ranks)]
+            + ("one process per stage" if sorted(job.schedule.placement) == [(rank,) for rank in range(ranks)]
                else _processes(job))
             + ("" if parts == 1 else f", times {parts} that split its layers: ranks " + ", ".join(
                 f"{first}-{first + parts - 1}" for first in range(0, job.processes, parts)) + " on one host each"))
@@ -41,8 +41,8 @@ def headline(job: Job) -> str:
 
 def _processes(job: Job) -> str:
     """Count the processes, and the stages of each where a schedule gives them several; say what gives more than one."""
-    stages, ranks = len(job.placement), job.schedule.ranks
-    of_each = Counter(rank for own in job.placement for rank in own).values()
+    stages, ranks = job.cut.count, job.schedule.ranks
+    of_each = Counter(rank for own in job.schedule.placement for rank in own).values()
     text = counted(ranks, "process") + (f" of {counted(max(of_each), 'stage')}" + " each" * (ranks > 1)
                                         if len(set(of_each)) == 1 < max(of_each) else "")
     if ranks > 1 or job.config.parallel.stage_to_rank_map is not None:
@@ -82,7 +82,7 @@ def delay_line(job: Job) -> str | None:
     if said is None:
         return None
     microbatches = counted(job.schedule.assignment.step_microbatches, "microbatch")
-    size = f"{counted(job.samples_per_update, 'sample')} in {microbatches}"
+    size = f"{counted(job.step_size[0], 'sample')} in {microbatches}"
     update = f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: {size}"
     return f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
 
@@ -194,7 +194,7 @@ def _figures(job: Job, figures: RunFigures) -> list[str]:
 
 
 def _stages(job: Job, figures: RunFigures) -> list[str]:
-    partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
+    partition, steps, width = job.cut.partition, figures.usage_steps, terminal_columns()
     late = job.advice.delays is not None
     held = "microbatches" if (slices := job.schedule.assignment.slices) == 1 else f"slices, {slices} a microbatch"
     heads, spent = figure_texts([[getattr(usage, name) / steps for name in FIGURES] for usage in figures.stages])
@@ -256,7 +256,7 @@ def _owners(job: Job, figures: RunFigures) -> Iterator[str]:
     homes = [(stage, rank) for stage, ranks in enumerate(job.homes) for rank in ranks]
     parts = job.config.parallel.tensor
     parted = [(stage, rank, usage) for (stage, rank), usage in zip(homes, figures.stages, strict=True)
-              if job.config.parallel.zero1 and len(job.placement[stage]) > 1]
+              if job.config.parallel.zero1 and len(job.schedule.placement[stage]) > 1]
     if parted:
         _, sender, busiest = max(parted, key=lambda each: each[2].bytes_sent)
         stage, keeper, fullest = max(parted, key=lambda each: each[2].state_bytes)

@@ -57,7 +57,7 @@ class TraceWriter(Observer):
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
         job = run.job
-        return cls(run.folder, run.pipe, job.samples_per_update, lanes=job.config.parallel.tensor) \
+        return cls(run.folder, run.pipe, job.step_size[0], lanes=job.config.parallel.tensor) \
             if job.config.trace else None
 
     def step(self, done: int) -> None:

@@ -105,9 +105,9 @@ def _schedule(label: str, model: str, name: str, job: Job) -> Contender:
     every = None if registered.flush else parallel.update_every or _microbatches_per_replica(job)
     chunks = parallel.chunks if registered.any_chunks and parallel.chunks else None
     if (registered.chunks == 1 and chunks is None and not registered.places_copies(ranks)
-            and sum(map(len, job.placement)) == ranks):  # a stage, or replica, on each
-        description, partition, placement = "the config's partition", job.partition, job.placement
-        recomputed = job.recomputed
+            and sum(map(len, job.schedule.placement)) == ranks):  # a stage, or replica, on each
+        description, partition, placement = "the config's partition", job.cut.partition, job.schedule.placement
+        recomputed = job.cut.recomputed
     else:
         chunks = chunks or registered.chunks
         if parallel.data_parallel_size > 1 or any(len(own) > 1 for own in parallel.placement or ()):
@@ -125,7 +125,7 @@ def _schedule(label: str, model: str, name: str, job: Job) -> Contender:
 
 def _microbatches_per_replica(job: Job) -> int:
     """Return the microbatches of an update on each replica, so that a step takes one batch."""
-    microbatches, replicas = job.config.microbatches, lcm(*map(len, job.placement))
+    microbatches, replicas = job.config.microbatches, lcm(*map(len, job.schedule.placement))
     if microbatches % replicas:
         raise UserError(f"{counted(microbatches, 'microbatch')} of a batch cannot be divided among {replicas} replicas",
                         hint=f"make training.num_microbatches a multiple of {replicas}, or set parallel.update_every")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from textwrap import indent
 from typing import Self
 
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from vpipe.app.data.tokenizers import load_tokenizer, load_wordpiece
 from vpipe.app.families.decoding import TextDecoder
+from vpipe.app.families.registry import family_named
 from vpipe.app.train.job import Job
+from vpipe.app.train.model_section import model_settings
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.visualize.table import printable
 from vpipe.errors import UserError, counted
@@ -63,7 +66,10 @@ def sample_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterato
     """
     training, window = job.config.training, job.config.model.sequence_length
     assert job.tokenizer_path is not None, "checked"
-    masks, model = job.config.model.name == BERT, job.one_text
+    section, model = job.config.model, job.model
+    if section.packed:  # a prompt is a sample of one text
+        model = family_named(section.name).model(replace(model_settings(section), packed=False))
+    masks = section.name == BERT
     tokenizer = (load_wordpiece if masks else load_tokenizer)(job.tokenizer_path)
     trained = model.with_weights(weights, training.seed, draw=True).float()
     states = {"before training": model.materialize(training.seed).eval(),

@@ -79,7 +79,7 @@ def _first_inactive(votes: Sequence[str]) -> str:
 
 def _microbatches_of_rank(job: Job) -> int:
     """Return the most microbatches that one rank has in a batch: replicas of a stage share them."""
-    return -(-job.schedule.microbatches // min(map(len, job.placement)))
+    return -(-job.schedule.microbatches // min(map(len, job.schedule.placement)))
 
 
 def orion_lines(figures: Mapping[str, Any]) -> list[str]:
