@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -278,7 +279,7 @@ def test_settings_go_before_the_config_file() -> None:
     for family, file, tied in (("gpt", {}, True), ("gpt", {"tie_word_embeddings": False}, False), ("bert", {}, True),
                                ("bert", {"tie_word_embeddings": False}, False), ("llama", {}, False),
                                ("llama", {"tie_word_embeddings": True}, True)):
-        settings = model_settings(ModelSection(name=family), 50, file)
+        settings = replace(model_settings(ModelSection(name=family), 50), overrides=file)
         assert bool(family_named(family).factory(settings).layers[-1].ties) == tied, (family, file)
     # A published file means the approximation that it was trained with; what is made here is exact.
     huggingface = family_named("gpt").huggingface

@@ -90,7 +90,7 @@ def test_every_size_of_every_family_is_one() -> None:
         for size in sizes.split():
             assert main(["init", "--family", family, "--size", size, "--force", "--schedule", "asynchronous"]) == 0
             config = load_config(Path("train.yaml"))
-            assert len(family_named(family).factory(model_settings(config.model, 8192, {}))) >= 5
+            assert len(family_named(family).factory(model_settings(config.model, 8192))) >= 5
 
 
 def test_at_a_terminal_it_asks_what_no_option_says_and_asks_again(

@@ -211,7 +211,7 @@ class Watched(DatasetSettings):
 def described(name: str, **keys: Any) -> str:
     """All of a model: its layers, and what each is built from."""
     section = ModelSection.model_validate({"name": name, "sequence_length": 16, **keys})
-    model = family_named(name).factory(model_settings(section, overrides={}))
+    model = family_named(name).factory(model_settings(section))
     return repr([(layer.name, layer.build, layer.inputs, layer.ties) for layer in model.layers])
 
 

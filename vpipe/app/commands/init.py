@@ -74,7 +74,7 @@ def run_init(options: argparse.Namespace) -> None:
     sections = _sections(name, size, suited[name], data, batch_size, schedule, stages, length)
     text = "".join(_lines(sections))
     config = validated(Config, parse(text, "", str(output)))
-    model = family_named(name).factory(model_settings(config.model, 8192, {}))
+    model = family_named(name).factory(model_settings(config.model, 8192))
     if stages > len(model):
         raise UserError(f"{stages} stages, but the model has only {len(model)} layers",
                         hint=f"give --stages {len(model)} or less, or a larger --size")

@@ -34,40 +34,31 @@ def option_problems(tree: Tree) -> list[Problem]:
     at = ("model", "name")
     try:
         kind, at = family_named(name).options, OPTIONS
-        if kind is None:
-            return [Problem(f"{tree.name(OPTIONS)} is given, but the model '{name}' has no options", "leave it out; a "
-                            "family of your own has those of register_model(options=...)", tree.where(OPTIONS))]
-        section, problems = checked(section_of_options(kind), tree.at(OPTIONS))
-        if section is not None:
-            _made(kind, section)
+        if kind is not None and (problems := checked(section_of_options(kind), tree.at(OPTIONS))[1]):
+            return problems
+        make_options(kind, given, name)
     except UserError as error:
         return [Problem(problem.what, problem.hint, problem.where or tree.where(at))
                 for problem in error.problems]
-    return problems
+    return []
 
 
-def make_options(kind: type[Any], given: Mapping[str, Any] | None, name: str) -> object:
-    """Return a family's options: an instance of its dataclass.
+def make_options(kind: type[Any] | None, given: Mapping[str, Any] | None, name: str) -> object:
+    """Return a family's options, an instance of its dataclass; None for a family that has none.
 
     Raises:
-        UserError: a value is wrong.
+        UserError: a value is wrong, or is given for a family without options.
     """
+    if kind is None:
+        if given is None:
+            return None
+        raise UserError(f"model.options is given, but the model '{name}' has no options", hint="leave it out; "
+                        "a family of your own has those of register_model(options=...)")
     try:
         section = section_of_options(kind).model_validate(dict(given or {}))
     except ValueError as error:  # of a config that another version of the family made
         raise UserError(f"model.options does not fit the model '{name}': {error}", hint="set model.options anew") \
             from None
-    return _made(kind, section)
-
-
-def all_options(options: object) -> dict[str, Any]:
-    """Return every option and its value, as a config has it."""
-    section = section_of_options(type(options))
-    values = {name: getattr(options, name) for name in section.model_fields}
-    return section.model_construct(None, **values).model_dump(mode="json")
-
-
-def _made(kind: type[Any], section: Section) -> object:
     try:
         return kind(**{name: getattr(section, name) for name in type(section).model_fields})
     except VpipeError:
@@ -75,6 +66,13 @@ def _made(kind: type[Any], section: Section) -> object:
     except Exception as error:  # of __post_init__
         raise UserError(f"the model's options are refused: {error if str(error) else type(error).__name__}",
                         hint=f"{kind.__name__}.__post_init__ of its family says so") from None
+
+
+def all_options(options: object) -> dict[str, Any]:
+    """Return every option and its value, as a config has it."""
+    section = section_of_options(type(options))
+    values = {name: getattr(options, name) for name in section.model_fields}
+    return section.model_construct(None, **values).model_dump(mode="json")
 
 
 def section_of_options(kind: type[Any]) -> type[Section]:

@@ -50,7 +50,11 @@ class CheckpointModel:
         Raises:
             UserError: the section is missing or wrong.
         """
-        section = validated(ModelSection, parse(model_text(manifest, folder), "", WHERE).at(("model",)))
+        if not has_model(manifest):
+            raise UserError(f"the checkpoint '{folder}' does not say what model it is of: Pipeline.save wrote it",
+                            hint="export it as safetensors or torch; only a run of 'vpipe train' knows the family's "
+                            "names")
+        section = validated(ModelSection, parse(manifest.config, "", WHERE).at(("model",)))
         if section.config_file is not None and not section.config_file.is_file() and (folder / _COPY).is_file():
             section = section.model_copy(update={"config_file": folder / _COPY})
         return cls(section.name, model_settings(section))
@@ -71,18 +75,6 @@ _COPY = "config.json"
 def has_model(manifest: Manifest) -> bool:
     """Return whether a checkpoint describes its model: one that ``Pipeline.save`` wrote does not."""
     return bool(manifest.config) and isinstance(parse(manifest.config, "", WHERE).get(("model",)), dict)
-
-
-def model_text(manifest: Manifest, folder: Path) -> str:
-    """Return the config in a checkpoint that describes its model.
-
-    Raises:
-        UserError: the checkpoint does not describe its model.
-    """
-    if not has_model(manifest):
-        raise UserError(f"the checkpoint '{folder}' does not say what model it is of: Pipeline.save wrote it",
-                        hint="export it as safetensors or torch; only a run of 'vpipe train' knows the family's names")
-    return manifest.config
 
 
 def config_text(found: str, settings: ModelSettings, config_file: Path) -> str:

@@ -76,12 +76,11 @@ class Job:
             check_installed("tensorboard", "metrics.tensorboard is true", "set metrics.tensorboard to false")
         if config.metrics.wandb is not None and not checked:
             check_installed("wandb", "metrics.wandb is set", "set metrics.wandb to null")
-        overrides = model_file(config.model)
         vocab_size = config.model.vocab_size
-        if vocab_size == -1 and type(vocab_size := overrides.get("vocab_size", -1)) is not int:
+        if vocab_size == -1 and type(vocab_size := model_file(config.model).get("vocab_size", -1)) is not int:
             raise UserError(f"vocab_size is {vocab_size!r}", hint="give a whole number")
         describe = family_named(config.model.name).model
-        settings = model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides)
+        settings = model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size)
         model = describe(settings)
         if settings.packed and model.batch == describe(replace(settings, packed=False)).batch:  # of an older run
             raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
@@ -185,7 +184,7 @@ class Job:
     def base_model(self) -> Model:
         """The model without adapters."""
         section = self.config.model
-        return family_named(section.name).factory(model_settings(section, section.vocab_size, model_file(section)))
+        return family_named(section.name).factory(model_settings(section))
 
     @property
     def update(self) -> Update:
@@ -271,7 +270,7 @@ class Job:
             raise UserError(f"parallel.tensor is {self.config.parallel.tensor}, but the model '{section.name}' does "
                             "not say how its layers are split", hint="set it to 1, or register the model with "
                             "tensor_sizes, and give its modules a tensor_plan")
-        return sizes(model_settings(section, section.vocab_size, model_file(section)))
+        return sizes(model_settings(section))
 
     @property
     def step_name(self) -> str:

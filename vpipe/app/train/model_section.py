@@ -34,30 +34,13 @@ def model_file(section: ModelSection) -> Mapping[str, Any]:
     return dict(content.value)
 
 
-def model_settings(section: ModelSection, vocab_size: int | None = None,
-                   overrides: Mapping[str, Any] | None = None) -> ModelSettings:
-    """Return the settings of a ``model`` section.
-
-    Args:
-        vocab_size: the section's own when None.
-        overrides: content of its ``config_file``, which is read when None.
-    """
-    overrides = model_file(section) if overrides is None else overrides
+def model_settings(section: ModelSection, vocab_size: int | None = None) -> ModelSettings:
+    """Return the settings of a ``model`` section; ``vocab_size`` is its own when None."""
     return ModelSettings(
-        **section.model_dump(exclude={"name", "config_file", "options", "vocab_size", "lora"}), overrides=overrides,
-        vocab_size=section.vocab_size if vocab_size is None else vocab_size, options=_options(section),
+        **section.model_dump(exclude={"name", "config_file", "options", "vocab_size", "lora"}),
+        overrides=model_file(section), vocab_size=section.vocab_size if vocab_size is None else vocab_size,
+        options=make_options(family_named(section.name).options, section.options, section.name),
         lora=None if section.lora is None else LoraSettings(**section.lora.model_dump()))
-
-
-def _options(section: ModelSection) -> object:
-    """Return the family's own options; None for a family that has none."""
-    kind = family_named(section.name).options
-    if kind is not None:
-        return make_options(kind, section.options, section.name)
-    if section.options is not None:
-        raise UserError(f"model.options is given, but the model '{section.name}' has no options", hint="leave it out; "
-                        "a family of your own has those of register_model(options=...)")
-    return None
 
 
 def model_flops(section: ModelSection, layers: int) -> list[int] | None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from vpipe.errors import UserError
 from vpipe.plan import Profile
 
-Say = Callable[[str], None]
-
 
 def to_stderr(line: str) -> None:
     """Print a line that is no result."""
@@ -27,7 +25,7 @@ def profile_path(digest: str, directory: Path | None = None) -> Path:
     return (Path.home() / ".cache" / "vpipe" if directory is None else directory) / "profiles" / f"{digest}.json"
 
 
-def cached(digest: str | None, directory: Path | None = None, say: Say = to_stderr) -> Profile | None:
+def cached(digest: str | None, directory: Path | None = None, say: Callable[[str], None] = to_stderr) -> Profile | None:
     """Return the profile whose identity has this digest, if it was measured before and is kept; None without one.
 
     A damaged one is reported and not used.
@@ -63,4 +61,3 @@ def store(profile: Profile, directory: Path | None = None) -> Path:
         raise UserError(f"the profile cannot be kept in {path.parent}: {error.strerror}",
                         hint="name a folder that can be written as dataset.cache_directory") from None
     return path
-

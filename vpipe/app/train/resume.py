@@ -452,7 +452,7 @@ def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
 def _other_model(manifest: Manifest, job: Job) -> list[str]:
     """Return differences that names and shapes do not show, such as the number of attention heads."""
     from vpipe.app.train.checkpoint_model import model_differences
-    from vpipe.app.train.model_section import model_file, model_settings
+    from vpipe.app.train.model_section import model_settings
 
     ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
     if before.get(("model",)) is None:
@@ -460,6 +460,5 @@ def _other_model(manifest: Manifest, job: Job) -> list[str]:
     with suppress(UserError):  # its config_file may be gone by now
         theirs = validated(ModelSection, before.at(("model",)))
         if theirs.name == ours.name:
-            return model_differences(ours.name, *(model_settings(section, section.vocab_size, model_file(section))
-                                                  for section in (ours, theirs)))
+            return model_differences(ours.name, model_settings(ours), model_settings(theirs))
     return []
