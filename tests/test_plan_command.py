@@ -13,11 +13,11 @@ from made_profile import MIB, made_profile
 from small_run import write_config
 
 from vpipe.app.cli import main
-from vpipe.app.commands.plan import limit_of, microbatch_choices, updates_every, with_ranks
+from vpipe.app.commands.plan import microbatch_choices, with_ranks
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.rank_env import hosts_of, ranks_of
 from vpipe.app.train.job import Job, model_digest
-from vpipe.app.train.planning import request_of
+from vpipe.app.train.planning import memory_limit, request_of, updates_every
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.plan.solver.solve import solve
@@ -93,7 +93,7 @@ def test_without_a_flush_it_plans_without_one_and_keeps_the_samples_of_an_update
     assert plan.update_every == plan.microbatches // 2
     assert " (its device)\n" in out
     shared = made_profile(5, 2, 2, cores=2)
-    assert limit_of(None, load_config(Path("c.yaml")), shared) == (2**30, "its part of the host's memory")
+    assert memory_limit(load_config(Path("c.yaml")), shared) == (2**30, "its part of the host's memory")
     assert out.endswith("run it: vpipe train c.yaml --set parallel.plan=plan.json\n"), "the plan says what was set"
     assert said("--set", "training.seed=1")[1].endswith(
         "to run it, write it with -o plan.json, then: vpipe train c.yaml --set training.seed=1 "
@@ -334,6 +334,6 @@ def test_a_users_schedule_is_planned_and_chosen_when_it_is_the_best(said: Said,
     assert Plan.load("plan.json").schedule == "early"
     settings = ["parallel.schedule=auto", "parallel.partition=auto", "parallel.memory=400MiB"]
     job = Job.from_config(load_config(Path("c.yaml"), settings))
-    assert solve(request_of(job, {4: made})).plan.schedule == "early"
+    assert solve(request_of(job, {4: made}, job.config.parallel.memory)).plan.schedule == "early"
     planned = Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
     assert planned.schedule.name == "early", "lowered and proved as any"

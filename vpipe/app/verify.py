@@ -49,9 +49,9 @@ def references(job: Job, batches: int, model: Model | None = None) -> Iterator[R
     Args:
         model: the job's, with layers that these processes split.
     """
-    parts = job.config.parallel.tensor
-    for found in references_of(model or job.model, job.description, job.schedule, _batches(job, batches),
-                               device=make_deterministic(job)):
+    parts, device = job.config.parallel.tensor, make_deterministic(job)
+    for found in references_of(model or job.model, job.description(device), job.schedule, _batches(job, batches),
+                               device=device):
         name = found.name if model is None else found.name.replace(
             "on one device", f"on {parts} processes that split its layers")
         yield replace(found, name=name)

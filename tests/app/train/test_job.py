@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import job_of, put_in, write_config
 
-from vpipe.app.config.config import load_config, load_resolved
+from vpipe.app.config.config import load_config, parse_resolved
 from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.app.data.tokenizers import train_byte_bpe
 from vpipe.app.families.registry import ModelSettings, family_named
@@ -273,7 +273,7 @@ def test_a_rank_makes_the_same_job_without_checking_it_again(tmp_path: Path, mon
     monkeypatch.setattr("vpipe.schedules.checker.check", refused)
     monkeypatch.setattr("vpipe.app.config.config.Config.mistakes", refused)
     monkeypatch.setattr(Job, "_check", refused)
-    config = load_resolved(resolved)
+    config = parse_resolved(resolved.read_text())
     assert config == job.config
     again = Job.from_config(config, checked=True)
     assert (again.schedule, again.cut.partition, again.updates) == (job.schedule, job.cut.partition, job.updates)

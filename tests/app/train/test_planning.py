@@ -74,7 +74,7 @@ def test_one_stage_can_be_cut_in_one_way_only(tmp_path: Path) -> None:
 
 def test_the_partition_alone(tmp_path: Path, measured: list[list[int]]) -> None:
     job = auto(tmp_path, parallel__stage_to_rank_map={"0": [1], "1": [0]}, parallel__recompute=0.5)
-    asked = request_of(job, {4: profile_of((0.01,) * 5)})
+    asked = request_of(job, {4: profile_of((0.01,) * 5)}, None)
     assert (asked.schedules, asked.placement, asked.recompute, asked.partition) == (("1f1b",), ((1,), (0,)), 0.5, None)
     found = plan_job(job, tmp_path)
     assert measured == [[2]]
@@ -161,11 +161,11 @@ def test_settings_that_change_costs_change_the_digest(tmp_path: Path) -> None:
 
 def test_the_memory_of_a_rank(tmp_path: Path) -> None:
     profile = profile_of((0.01,) * 5)
-    assert memory_limit(job_of(tmp_path).config, profile) == 40_000_000, "two ranks of a host share what it has"
+    assert memory_limit(job_of(tmp_path).config, profile)[0] == 40_000_000, "two ranks of a host share what it has"
     split = replace(profile, identity=replace(profile.identity, tensor=2))
-    assert memory_limit(job_of(tmp_path).config, split) == 20_000_000, "each of the two is two processes"
-    assert memory_limit(job_of(tmp_path).config, replace(profile, cores=None)) == 80_000_000, "each has a GPU"
-    assert memory_limit(auto(tmp_path, parallel__memory="1MiB").config, profile) == 2**20
+    assert memory_limit(job_of(tmp_path).config, split)[0] == 20_000_000, "each of the two is two processes"
+    assert memory_limit(job_of(tmp_path).config, replace(profile, cores=None))[0] == 80_000_000, "each has a GPU"
+    assert memory_limit(auto(tmp_path, parallel__memory="1MiB").config, profile)[0] == 2**20
 
 
 def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(

@@ -251,7 +251,7 @@ def test_it_names_a_rank_that_works_clearly_longer_than_the_mean(tmp_path: Path)
 def test_with_zero1_it_names_the_ranks_that_send_and_keep_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     job = job_of(tmp_path, parallel__zero1=True, parallel__stage_to_rank_map={"0": [0], "1": [1, 2]})
-    assert job.description.update.zero1
+    assert job.update.zero1
     assert "GATHER_W" in job.schedule.kinds
     usages = [replace(USAGES[0], state_bytes=9000), replace(USAGES[1], state_bytes=700),
               replace(USAGES[0], state_bytes=800)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ def run_plan(options: argparse.Namespace) -> None:
     # torch is slow to import: not before the config is checked
     from vpipe.app.commands.profile import profiles_of
     from vpipe.app.train.job import Job
+    from vpipe.app.train.planning import memory_limit, request_of
 
     said = _said(options)
     jobs = _jobs(config, Job.from_config(config), ranks, options.stages, "tensor" in said)
@@ -72,19 +73,15 @@ def run_plan(options: argparse.Namespace) -> None:
             profiles = profiles_of(job, [samples // count for count in microbatch_choices(job.config)])
         by_count = {samples // size: profile for size, profile in profiles.items()}
         took_s = sum(profile.took_s for profile in profiles.values())
-        limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))
+        limit_bytes, limit_from = memory_limit(config, next(iter(by_count.values())), memory_bytes)
         known: tuple[Plan, ...] = ()
         if (job.processes, tensor) == (own_ranks, config.parallel.tensor):
             own = _own_choice(job, by_count, limit_bytes)
             others += own
             known = tuple(one.plan for one in own if one.plan is not None and options.solver == "exact"
                           and options.stages in (None, len(one.plan.partition)))
-        requests.append(PlanRequest(
-            by_count, job.schedule.ranks, limit_bytes,
-            RegisteredSchedule.for_plans(flush=not job.config.parallel.asynchronous, slices=config.parallel.slices),
-            updates_every(job.config, by_count), stages=options.stages, known=known,
-            warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver,
-            slices=config.parallel.slices))
+        requests.append(replace(request_of(job, by_count, limit_bytes, anew=True), stages=options.stages, known=known,
+                                solver=options.solver))
         if "zero1" not in said and job.schedule.ranks > 1 and options.solver == "exact":
             requests.append(requests[-1].with_zero1)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
@@ -208,24 +205,6 @@ def microbatch_choices(config: Config) -> list[int]:
     least = parallel.in_flight if parallel.asynchronous and every >= parallel.in_flight else 1
     return [count for count in (own // 2, own, 2 * own, 4 * own)
             if count and samples % count == 0 and every * count % own == 0 and every * count // own >= least]
-
-
-def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None]:
-    """Return microbatches per update and replica by number of microbatches, for equal samples; none with a flush."""
-    if not config.parallel.asynchronous:
-        return {}
-    every, own = config.parallel.update_every or 1, config.microbatches
-    return {count: every * count // own for count in counts}
-
-
-def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tuple[int | None, str]:
-    """Return what a rank may hold, None where it is unknown, and its source: command line, config or device."""
-    from vpipe.app.train.planning import memory_limit
-
-    if memory_bytes is not None:
-        return memory_bytes, "--memory"
-    return memory_limit(config, profile), "parallel.memory" if config.parallel.memory is not None else (
-        "its device" if profile.cores is None else "its part of the host's memory")
 
 
 def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> list[OtherPlan]:

@@ -68,31 +68,27 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     With another number of stages, partition and ranks are dropped; with another schedule, what only it takes.
     Between schedules without a flush an update that takes the whole batch does so still.
     """
-    given = {tuple(key.split(".")): value for key, value in settings.items()}
-    parallel = {name: ("parallel", name) for name in (
-        *OF_STAGES, *OF_SCHEDULE, "recompute", "compress", "schedule", "data_parallel_size")}
+    given = {key.removeprefix("parallel."): value for key, value in settings.items() if key.startswith("parallel.")}
     counts = [value if isinstance(value, int) else len(value)
               for name in ("model_parallel_size", "partition", "stage_to_rank_map")
-              if isinstance(value := given.get(parallel[name]), (int, list, dict))]
+              if isinstance(value := given.get(name), (int, list, dict))]
     dropped = set()
-    if counts and counts[0] != tree.get(parallel["model_parallel_size"]):
+    if counts and counts[0] != tree.get(("parallel", "model_parallel_size")):
         dropped |= {*OF_STAGES}
-        dropped |= {name for name in ("recompute", "compress") if isinstance(tree.get(parallel[name]), list)}
-    elif parallel["partition"] in given and isinstance(old := tree.get(parallel["recompute"]), list):
+        dropped |= {name for name in ("recompute", "compress") if isinstance(tree.get(("parallel", name)), list)}
+    elif "partition" in given and isinstance(old := tree.get(("parallel", "recompute")), list):
         dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
-    if parallel["schedule"] in given:
+    if "schedule" in given:
         dropped |= {*OF_SCHEDULE}
-        both = [RegisteredSchedule.find(str(name))
-                for name in (tree.get(parallel["schedule"]), given[parallel["schedule"]])]
+        both = [RegisteredSchedule.find(str(name)) for name in (tree.get(("parallel", "schedule")), given["schedule"])]
         if not any(registered is None or registered.flush for registered in both) and _updates_take_a_batch(tree):
             dropped -= {"update_every"}
-    if parallel["stage_to_rank_map"] in given:
+    if "stage_to_rank_map" in given:
         dropped |= {*OF_STAGES} & {*OF_SCHEDULE}  # depends on the replicas of every stage, too
-    if parallel["data_parallel_size"] in given:
+    if "data_parallel_size" in given:
         dropped |= {"stage_to_rank_map"}
-    for name in dropped:
-        if parallel[name] not in given:
-            tree.drop(parallel[name])
+    for name in dropped - given.keys():
+        tree.drop(("parallel", name))
 
 
 def _updates_take_a_batch(tree: Tree) -> bool:

@@ -39,7 +39,7 @@ from vpipe.app.config.validation import (
 from vpipe.app.config.yaml_tree import Tree, describe, parse, read_yaml, write
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS, MOST_EXPERTS
 from vpipe.errors import UserError
-from vpipe.schedules import CsvFile, Schedule
+from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 
 DEEPEST = 8
 """Largest number of names in a key of ``--set``; keys of a config have at most four."""
@@ -379,7 +379,10 @@ class Config(Section):
         if CsvFile.is_path(parallel.schedule):
             microbatches = max(1, CsvFile.read(parallel.schedule).schedule.microbatches // parallel.slices)
         elif parallel.asynchronous:
-            fewest, unit = parallel.microbatches_of_update, parallel.microbatch_unit
+            # What divides an update on all stages: their replicas, and update_every.
+            unit = lcm(*parallel.widths) * (parallel.update_every or 1)
+            least = RegisteredSchedule.named(parallel.schedule).update_every(parallel.in_flight)
+            fewest = -(-max(parallel.in_flight, least) * lcm(*parallel.widths) // unit) * unit
             fitting = [count for count in range(fewest, 2 * fewest + 1, unit) if samples % count == 0]
             if not fitting and (samples > fewest or samples % unit):
                 raise MistakesError(Mistake(
@@ -489,13 +492,8 @@ def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
     return tree
 
 
-def load_resolved(path: Path) -> Config:
-    """Load the config of a job that another process of this run wrote; its rules are not checked again."""
-    return Config.model_validate(read_yaml(path).value, context=CHECKED)
-
-
 def parse_resolved(text: str) -> Config:
-    """Parse the YAML of the config of a job that another process of this run has; see :func:`load_resolved`."""
+    """Parse the YAML of the config of a job that another process has made; its rules are not checked again."""
     return Config.model_validate(parse(text, "", "config").value, context=CHECKED)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vpipe.app.config.validation import Mistake, Section, section_of
+from vpipe.app.config.validation import Mistake, Section, field_at
 from vpipe.app.config.yaml_tree import Tree
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
@@ -82,13 +82,7 @@ def formats_of(tree: Tree, settings: Iterable[str], native: type[Section]) -> li
     paths = [key.split(".") for key in settings]
     for key, value in tree.value.items():
         paths += [[key, str(own)] for own in value] if isinstance(value, dict) else [[key]]
-    return [] if all(_is_native(path, native) for path in paths) else [kind() for kind in ADDITIONS.added()]
-
-
-def _is_native(path: Sequence[str], native: type[Section]) -> bool:
-    info = native.model_fields.get(path[0])
-    section = None if info is None else section_of(info)
-    return info is not None and (section is None or len(path) == 1 or path[1] in section.model_fields)
+    return [] if all(field_at(native, tuple(path[:2])) for path in paths) else [kind() for kind in ADDITIONS.added()]
 
 
 def unread_form(tree: Tree) -> UserError | None:

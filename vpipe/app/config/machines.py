@@ -15,18 +15,10 @@ _MACHINE = re.compile(r"((?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*):(\d{1,4})
 """``host:gpu``; never a word that ssh takes for an option."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The host and the device of a rank: the destination for ssh, such as ``me@hostB``, and the number of the GPU."""
-
-    login: str
-    gpu: int
-
-    @classmethod
-    def parse(cls, text: str) -> Machine | None:
-        """Parse ``hostB:0``; return None if the text has another form."""
-        found = _MACHINE.fullmatch(text)
-        return None if found is None else cls(found[1], int(found[2]))
+def parse_machine(text: str) -> tuple[str, int] | None:
+    """Return the destination for ssh and the number of the GPU in ``me@hostB:0``; None if the text has another form."""
+    found = _MACHINE.fullmatch(text)
+    return None if found is None else (found[1], int(found[2]))
 
 
 def machine_mistakes(machines: Sequence[str]) -> Iterator[Mistake]:
@@ -35,10 +27,10 @@ def machine_mistakes(machines: Sequence[str]) -> Iterator[Mistake]:
         yield Mistake(("machines",), "is empty", "give one host:gpu per rank, or leave it out")
     logins: dict[str, str] = {}
     for i, text in enumerate(machines):
-        machine = Machine.parse(text)
+        machine = parse_machine(text)
         if machine is None:
             yield Mistake(("machines", i), f"is '{text}'", "write host:gpu, such as localhost:0")
-        elif (other := logins.setdefault(host_of(machine.login), machine.login)) != machine.login:
+        elif (other := logins.setdefault(host_of(machine[0]), machine[0])) != machine[0]:
             yield Mistake(("machines", i), f"is '{text}', but another rank of that host is reached as '{other}'",
                           "write one login for a host")
 
@@ -54,11 +46,11 @@ class Hosts:
     @classmethod
     def from_machines(cls, machines: Sequence[str]) -> Hosts:
         """Return the hosts of a valid list."""
-        entries = [machine for text in machines if (machine := Machine.parse(text)) is not None]
+        entries = [machine for text in machines if (machine := parse_machine(text)) is not None]
         assert len(entries) == len(machines), "the config has checked the form"
-        here = frozenset(login for login in {entry.login for entry in entries}
+        here = frozenset(login for login in {login for login, _ in entries}
                          if host_of(login) in LOCAL or Host(host_of(login)).is_this)
-        return cls(tuple(entry.login for entry in entries), tuple(entry.gpu for entry in entries), here)
+        return cls(tuple(login for login, _ in entries), tuple(gpu for _, gpu in entries), here)
 
     @property
     def others(self) -> list[str]:

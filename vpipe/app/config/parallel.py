@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from math import lcm
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -30,7 +29,7 @@ from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 ORION = "orion"
 """What must be added for ``use_orion_scheduler``, under this name, to :data:`~vpipe.app.config.formats.ADDITIONS`."""
 
-AUTO = "auto"
+AUTO: Final = "auto"
 """Value of keys that are planned when the run starts."""
 
 
@@ -72,13 +71,6 @@ def _recompute(value: Any) -> Any:
     if wrong:
         raise MistakesError(*wrong)
     return tuple(tuple(entry) if isinstance(entry, (list, tuple)) else float(entry) for entry in value)
-
-
-def _has_flush(schedule: str) -> bool:
-    """Tell whether the pipeline is empty at every optimizer step of a schedule, given by name or as a file."""
-    if CsvFile.is_path(schedule):
-        return CsvFile.read(schedule).schedule.flush
-    return RegisteredSchedule.named(schedule).flush
 
 
 def _size(value: Any) -> Any:
@@ -267,8 +259,10 @@ class ParallelSection(Section):
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether the schedule has no flush."""
-        return not _has_flush(self.schedule)
+        """Return whether the schedule, a name or a file, has no flush: the pipeline stays full at optimizer steps."""
+        if CsvFile.is_path(self.schedule):
+            return not CsvFile.read(self.schedule).schedule.flush
+        return not RegisteredSchedule.named(self.schedule).flush
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -281,21 +275,6 @@ class ParallelSection(Section):
     def in_flight(self) -> int:
         """Return the most microbatches that a replica of a stage has in flight: as many as stages, without replicas."""
         return 1 + max(self.depths or Schedule.default_warmup(self.widths))
-
-    @property
-    def microbatch_unit(self) -> int:
-        """Return what divides the microbatches of an update without a flush on all stages: replicas, update_every."""
-        return lcm(*self.widths) * (self.update_every or 1)
-
-    @property
-    def microbatches_of_update(self) -> int:
-        """Return the fewest microbatches, on all replicas, with which no gradient is a whole update late on average.
-
-        Every replica takes as many as it has in flight.
-        """
-        least = RegisteredSchedule.named(self.schedule).update_every(self.in_flight)
-        fewest = max(self.in_flight, least) * lcm(*self.widths)
-        return -(-fewest // self.microbatch_unit) * self.microbatch_unit
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...] | None:
@@ -345,7 +324,9 @@ class ParallelSection(Section):
             yield Mistake(("device",), f"is cpu, but {self.backend} carries tensors of GPUs only", "write "
                           "backend: gloo, or leave device out")
         yield from self._recomputed()
-        yield from self._compression()
+        if isinstance(self.compress, tuple) and len(self.compress) != stages - 1:
+            yield Mistake(("compress",), f"has {_count(self.compress)} for the {stages - 1} cuts between {stages} "
+                          "stages", "give one word, or one entry per cut")
         if self.stage_to_rank_map is not None:
             yield from rank_map_mistakes(self.stage_to_rank_map, stages, self.schedule)
             if self.data_parallel_size > 1 and any(len(own) != self.data_parallel_size
@@ -354,7 +335,9 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
-        yield from self._split_layers()
+        if self.tensor > 1 and (codecs := sorted({*used_codecs(self.compress)} - {"none"})):
+            yield Mistake(("compress",), f"is {', '.join(codecs)}, but tensor is {self.tensor}: its ranks would round "
+                          "apart what they hold in common", "leave it out, or set tensor: 1")
         yield from self._executor()
         if self.use_orion_scheduler and ORION not in ADDITIONS.names:
             yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
@@ -376,14 +359,6 @@ class ParallelSection(Section):
         if self.tensor > 1 and (why := execution.refused("mesh")) is not None:
             yield Mistake(("executor",), f"is {self.executor}, but tensor is {self.tensor}: {why[0]}", why[1])
 
-    def _split_layers(self) -> Iterator[Mistake]:
-        """Yield what does not go with tensor parallelism."""
-        if self.tensor == 1:
-            return
-        if codecs := sorted({*used_codecs(self.compress)} - {"none"}):
-            yield Mistake(("compress",), f"is {', '.join(codecs)}, but tensor is {self.tensor}: its ranks would round "
-                          "apart what they hold in common", "leave it out, or set tensor: 1")
-
     def _recomputed(self) -> Iterator[Mistake]:
         named = {stage: entry for stage, entry in enumerate(self.recompute) if isinstance(entry, tuple)} if isinstance(
             self.recompute, tuple) else {}
@@ -396,12 +371,6 @@ class ParallelSection(Section):
                                 f"{here[stage].start} to {here[stage].stop - 1}", "layers are those of the model, "
                                 "counted from 0") for stage, layers in named.items() if stage < len(here)
                         for layer in layers if layer not in here[stage])
-
-    def _compression(self) -> Iterator[Mistake]:
-        cuts = self.model_parallel_size - 1
-        if isinstance(self.compress, tuple) and len(self.compress) != cuts:
-            yield Mistake(("compress",), f"has {_count(self.compress)} for the {cuts} cuts between "
-                          f"{self.model_parallel_size} stages", "give one word, or one entry per cut")
 
     def _schedule(self) -> Iterator[Mistake]:
         """Yield what does not go with the schedule: a file, auto, or a name."""
@@ -423,13 +392,13 @@ class ParallelSection(Section):
                           nearest(self.schedule, RegisteredSchedule.names(), open_list=True))
             return
         try:
-            flush = _has_flush(self.schedule)
+            asynchronous = self.asynchronous
         except UserError as error:  # of a file
             [problem] = error.problems
             place = f" ({problem.where})" if problem.where else ""
             yield Mistake(("schedule",), f"names no schedule: {problem.what}{place}", problem.hint)
             return
-        if (self.update_every or 1) > 1 and flush:
+        if (self.update_every or 1) > 1 and not asynchronous:
             yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
                           "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
         depths = self.warmup_depth

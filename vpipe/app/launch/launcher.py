@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from vpipe.app.config.config import Config
-from vpipe.app.config.machines import Hosts, Machine
+from vpipe.app.config.machines import Hosts, parse_machine
 from vpipe.app.errors import LastingError
 from vpipe.app.launch import local
 from vpipe.app.launch.local import Interrupted, StartNotice, StoppedRanks
@@ -147,7 +147,7 @@ class _Run:
         config = self._config
         if away:
             machines = tuple(text for text in config.machines or ()
-                             if (entry := Machine.parse(text)) and entry.login not in away)
+                             if (entry := parse_machine(text)) and entry[0] not in away)
             config = fitted(config, len(machines)).model_copy(update={"machines": machines})
         config = self._planned.get(config.machines, config)
         hosts = hosts_of(config)

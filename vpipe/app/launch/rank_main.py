@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vpipe.app.config.config import Config, load_resolved, parse_resolved
+from vpipe.app.config.config import Config, parse_resolved
 from vpipe.app.errors import StartError
 from vpipe.app.imports import import_files, imported_files
 from vpipe.app.launch.container import enter
@@ -70,7 +70,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
 
     def work() -> Stopped | None:
         import_files(imported_files())
-        config = load_resolved(folder / CONFIG)
+        config = parse_resolved((folder / CONFIG).read_text())
         keep_memory_for(config)
         if task != "train":
             _measure(task, Job.from_config(config, checked=True), folder, arguments)

@@ -193,13 +193,8 @@ class Job:
         return Update(self.optimizer, self.lr_policy(), training.grad_clip, training.on_nan == "skip",
                       self.config.parallel.zero1, training.per_token_loss, training.average)
 
-    @property
-    def description(self) -> Description:
-        """The whole description of the pipeline."""
-        return self._on(device_of(self.config))
-
-    def _on(self, device: torch.device | None) -> Description:
-        """Return the description; a device is taken by ranks alone, for it becomes their current one."""
+    def description(self, device: torch.device | None) -> Description:
+        """Return the whole description of the pipeline; only a rank has a device (:func:`device_of`)."""
         config, training, parallel = self.config, self.config.training, self.config.parallel
         return Description(self.cut, config.order, config.microbatches, self.update, training.computed,
                            parallel.transfers, Execution(device, parallel.executor, training.compile or False),
@@ -226,7 +221,7 @@ class Job:
             raise UserError(f"parallel.slices is {slices}, but {parts} ranks of tensor parallelism cannot share such "
                             f"slices of {length} tokens evenly", hint=f"set it to {' or '.join(fit)}, or "
                             f"sequence_length to a multiple of {slices * parts}")
-        check_slices(self.model, self._on(None), slices)
+        check_slices(self.model, self.description(None), slices)
 
     @property
     def processes(self) -> int:
@@ -468,9 +463,9 @@ def new_run(job: Job) -> Path:
     Raises:
         UserError: see :func:`~vpipe.app.train.run_folder.make_run_folder`.
     """
-    config = job.config
+    config, saving = job.config, job.config.saving
     folder = make_run_folder(config.log_directory, config.resolved_yaml(),
-                             config.saving.directory if config.saving.makes_any else None)
+                             saving.directory if saving.makes_any else None)
     lock_run(folder)
     job.keep_plan(folder)
     return folder

@@ -28,7 +28,7 @@ from vpipe.app.run_log import METRICS, PastMetrics
 from vpipe.app.signals import Stopped, graceful_stop
 from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.event_writers import event_writers
-from vpipe.app.train.job import OBSERVERS, Job
+from vpipe.app.train.job import OBSERVERS, Job, device_of
 from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
@@ -350,7 +350,7 @@ def _planned_work(job: Job) -> list[float] | None:
 
 def build_pipeline(job: Job) -> Pipeline:
     """Create the pipeline of a job on this rank's device; the ranks of the run have been joined."""
-    description = job.description
+    description = job.description(device_of(job.config))
     model, mesh = job.split_layers(torch.device(description.execution.device or "cpu"))
     description = replace(description, execution=replace(description.execution, mesh=mesh))
     world = join_world(None, description.transfers.timeout_s, description.execution.device, mesh)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,7 +19,6 @@ from vpipe.app.config.parallel import AUTO
 from vpipe.app.errors import PlanningError
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, microbatch_of, model_name
-from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.app.train.profile_cache import cached, store
 from vpipe.app.train.run_folder import CONFIG, PROFILE, replace_text
 from vpipe.distributed import exchange, join_world
@@ -47,7 +47,8 @@ def plan_job(job: Job, folder: Path) -> Job:
     if first:
         try:
             with message_if_slow("planning"):
-                solution = solve(request_of(job, {job.config.microbatches: profile}))
+                limit_bytes, _ = memory_limit(job.config, profile)
+                solution = solve(request_of(job, {job.config.microbatches: profile}, limit_bytes))
                 planned = job.with_plan(solution.plan)
         except UserError as error:
             outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
@@ -77,33 +78,47 @@ def show_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def memory_limit(config: Config, profile: Profile) -> int | None:
-    """Return the bytes that a rank may use: ``parallel.memory``, or its device's, or its share of the host's.
+def memory_limit(config: Config, profile: Profile, given_bytes: int | None = None) -> tuple[int | None, str]:
+    """Return the bytes that a rank may use, and what says so: ``--memory``, ``parallel.memory``, or its device.
 
     None if the memory of the device is unknown.
     """
+    if given_bytes is not None:
+        return given_bytes, "--memory"
     if config.parallel.memory is not None:
-        return config.parallel.memory
+        return config.parallel.memory, "parallel.memory"
+    if profile.cores is None:
+        return profile.device_bytes or None, "its device"
     identity = profile.identity
-    sharing = 1 if profile.cores is None else identity.ranks_per_host * identity.tensor
-    return profile.device_bytes // sharing or None
+    return (profile.device_bytes // (identity.ranks_per_host * identity.tensor) or None,
+            "its part of the host's memory")
 
 
-def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
-    """Return the planning request for the keys that a config leaves open; stages, ranks and microbatches stay.
+def request_of(job: Job, profiles: Mapping[int, Profile], memory_bytes: int | None, *,
+               anew: bool = False) -> PlanRequest:
+    """Return the planning request for the keys that a config leaves open; ranks and samples per update stay.
 
     Args:
         profiles: by microbatches per batch.
+        memory_bytes: that a rank may use; None is no limit.
+        anew: all else is left open, but whether the schedule has a flush.
     """
-    parallel, microbatches = job.config.parallel, job.config.microbatches
-    return PlanRequest(
-        profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
-        RegisteredSchedule.for_plans(flush=True, slices=parallel.slices) if parallel.schedule == AUTO
-        else (parallel.schedule,),
-        {microbatches: parallel.update_every}, job.schedule.placement,
-        None if "partition" in parallel.to_plan else job.cut.partition,
-        None if isinstance(parallel.recompute, str) else parallel.recompute,
-        warmup=parallel.warmup, slices=parallel.slices)
+    parallel = job.config.parallel
+    free = PlanRequest(
+        profiles, job.schedule.ranks, memory_bytes,
+        RegisteredSchedule.for_plans(flush=not parallel.asynchronous, slices=parallel.slices),
+        updates_every(job.config, profiles), warmup=AUTO if parallel.asynchronous else None, slices=parallel.slices)
+    return free if anew else replace(
+        free, schedules=free.schedules if parallel.schedule == AUTO else (parallel.schedule,),
+        placement=job.schedule.placement, partition=None if "partition" in parallel.to_plan else job.cut.partition,
+        recompute=None if isinstance(parallel.recompute, str) else parallel.recompute,
+        warmup=parallel.warmup)
+
+
+def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None]:
+    """Return microbatches per update and replica by number of microbatches, for equal samples; none with a flush."""
+    every = config.parallel.update_every or 1
+    return {count: every * count // config.microbatches for count in counts if config.parallel.asynchronous}
 
 
 def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:
@@ -200,11 +215,7 @@ def settings_of(job: Job) -> dict[str, Any]:
     """Return the settings of a job on which its profiles depend, as :meth:`vpipe.profiling.RankGroup.identify` takes
     them."""
     parallel, training = job.config.parallel, job.config.training
-    return {"model_name": model_name(job), "optimizer": _optimizer(job.optimizer), "backend": parallel.backend,
+    optimizer = (training.optimizer + " with momentum" * (training.optimizer == "sgd" and training.momentum > 0)
+                 + " and weight decay" * (training.weight_decay > 0))  # what changes its memory or its work
+    return {"model_name": model_name(job), "optimizer": optimizer, "backend": parallel.backend,
             "shared_memory": parallel.shared_memory, "threads": training.threads, "precision": training.precision}
-
-
-def _optimizer(settings: OptimizerSettings) -> str:
-    """Return an optimizer's name and the settings that change its memory or its work."""
-    return (settings.name + (" with momentum" if settings.name == "sgd" and settings.momentum else "")
-            + (" and weight decay" if settings.weight_decay else ""))

@@ -8,11 +8,11 @@ from math import lcm
 from pathlib import Path
 
 from vpipe import Cut, Order, Plan
-from vpipe.app.commands.plan import limit_of
 from vpipe.app.commands.profile import profiles_of
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.train.job import Job
+from vpipe.app.train.planning import memory_limit
 from vpipe.errors import Problem, UserError, counted
 from vpipe.extras.comparison.systems import SYSTEMS, ComparisonRequest, microbatch_counts, plan_system
 from vpipe.schedules import RegisteredSchedule
@@ -76,7 +76,7 @@ def _system(label: str, model: str, name: str, job: Job, memory_bytes: int | Non
     counts = microbatch_counts(batch)
     by_size = profiles_of(job, [batch // count for count in counts])
     profiles = {count: by_size[batch // count] for count in counts}
-    limit_bytes, _ = limit_of(memory_bytes, job.config, profiles[counts[0]])
+    limit_bytes, _ = memory_limit(job.config, profiles[counts[0]], memory_bytes)
     plan = plan_system(system, profiles, job.schedule.ranks, limit_bytes)
     allowed = "" if limit_bytes is None else f" of {size_text(limit_bytes)}"
     print(f"{label}: {size_text(plan.predicted.fullest_rank[1])}{allowed} on the fullest rank, as its plan predicts",

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vpipe.app.config.config import Config, load_resolved
+from vpipe.app.config.config import Config, parse_resolved
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.metric_formulas import share_text
 from vpipe.app.report.line_chart import Line, chart, thinned
@@ -54,7 +54,7 @@ class Outcome:
     def read(cls, contender: Contender, folders: Sequence[Path], same_as: str | None = None) -> Outcome:
         """Read what the runs of a contender have written."""
         return cls(contender, folders, [read_history(folder) for folder in folders],
-                   load_resolved(folders[0] / CONFIG), same_as)
+                   parse_resolved((folders[0] / CONFIG).read_text()), same_as)
 
     @property
     def name(self) -> str:
