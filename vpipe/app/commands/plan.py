@@ -41,10 +41,9 @@ def run_plan(options: argparse.Namespace) -> None:
     """Measure what is not measured yet, search, explain, and write the plan."""
     memory_bytes = None if options.memory is None else parse_size(options.memory, "--memory")
     check_alone("vpipe plan", os.environ)
-    if options.ranks is not None and options.ranks < 1:
-        raise UserError(f"--ranks is {options.ranks}", hint="plan for 1 rank or more")
-    if options.stages is not None and options.stages < 1:
-        raise UserError(f"--stages is {options.stages}", hint="plan for 1 stage or more")
+    for name, count in (("rank", options.ranks), ("stage", options.stages)):
+        if count is not None and count < 1:
+            raise UserError(f"--{name}s is {count}", hint=f"plan for 1 {name} or more")
     if options.output is not None:
         check_output(options.output)
     config = load_config(options.config, options.settings, started=None)
@@ -56,7 +55,8 @@ def run_plan(options: argparse.Namespace) -> None:
     from vpipe.app.train.job import Job
     from vpipe.app.train.planning import memory_limit, request_of
 
-    said = _said(options)
+    tree = config_tree(options.config, [*options.settings, "parallel.plan=null"])  # a plan there is made anew
+    said = {key for key in ("tensor", "zero1") if tree.get(("parallel", key)) is not None}
     jobs = _jobs(config, Job.from_config(config), ranks, options.stages, "tensor" in said)
     answers: dict[Any, Any] = {}  # kept, since what is measured next depends on those before
     requests: list[PlanRequest] = []
@@ -90,12 +90,6 @@ def run_plan(options: argparse.Namespace) -> None:
     _save(found.plan, options)
 
 
-def _said(options: argparse.Namespace) -> set[str]:
-    """Return which keys on how ranks share a config says; a plan that it names is planned anew."""
-    tree = config_tree(options.config, [*options.settings, "parallel.plan=null"])
-    return {key for key in ("tensor", "zero1") if tree.get(("parallel", key)) is not None}
-
-
 def _jobs(config: Config, own: Job, ranks: int, stages: int | None, said: bool) -> dict[int, Job]:
     """Return the jobs that are measured, by how many of the ranks split each layer.
 
@@ -114,11 +108,11 @@ def _jobs(config: Config, own: Job, ranks: int, stages: int | None, said: bool) 
         try:
             if not said and tensor > 1:
                 _check_split(own, tensor)
-            jobs[tensor] = _job_of(config, own, ranks, tensor)
+            job = _job_of(config, own, ranks, tensor)
             if stages is not None:
-                _check_stages(stages, jobs[tensor].schedule.ranks, len(own.model))
+                _check_stages(stages, job.schedule.ranks, len(own.model))
+            jobs[tensor] = job
         except UserError as error:
-            jobs.pop(tensor, None)
             refused.append(error)
     if not jobs:
         raise refused[0]

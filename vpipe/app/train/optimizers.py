@@ -68,12 +68,14 @@ class OptimizerSettings:
         if not first_names:
             return None
         plain = {"weight_decay": 0.0} | ({"trust_ratio": False} if kind == "lamb" else {})
-        groups: list[dict[str, Any]] = [  # apart by kind: torch steps no list of DTensors and plain tensors
+        # Apart by kind: torch steps no list of DTensors and plain tensors. Only the former have placements; the module
+        # of their class takes as long to import as all of vpipe.
+        groups: list[dict[str, Any]] = [
             {"params": params, **({"weight_decay": self.weight_decay} if decayed else plain)}
             | ({"fused": None} if sharded and kind == "sgd" else {})  # whose kernel torch lets DTensors not use
             for decayed in (True, False) for sharded in (False, True)
             if (params := [p for p, name in first_names.items()
-                           if decays(name) is decayed and _is_dtensor(p) is sharded])]
+                           if decays(name) is decayed and hasattr(p, "placements") is sharded])]
         # None, not False: torch then still picks its foreach kernels.
         fused = all(p.is_floating_point() and p.device.type in accelerator.FUSED for p in first_names) or None
         match kind:
@@ -258,7 +260,3 @@ def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     weights = torch.stack(torch._foreach_norm(params))
     sizes = torch.stack(torch._foreach_norm(updates))
     return list(torch.where((weights > 0) & (sizes > 0), weights / sizes, 1.0).unbind())
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "placements")  # torch.distributed.tensor takes as long to import as all of vpipe

@@ -11,7 +11,6 @@ from time import monotonic
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vpipe import Plan
 from vpipe.app.config.config import Config
@@ -41,7 +40,7 @@ def plan_job(job: Job, folder: Path) -> Job:
     """
     if not job.config.parallel.to_plan:
         return job
-    first, size = is_first_rank(), job.config.microbatch_size
+    first, size = exchange().rank == 0, job.config.microbatch_size
     profile = profile_job(job, [size], report=show_line)[size]
     outcome: dict[str, Any] = {}
     if first:
@@ -66,15 +65,10 @@ def plan_job(job: Job, folder: Path) -> Job:
     return planned
 
 
-def is_first_rank() -> bool:
-    """Return whether this process is rank 0."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def show_line(line: str) -> None:
     """Write a line to the log, and on rank 0 to stderr."""
     log.info(line)
-    if is_first_rank():
+    if exchange().rank == 0:
         print(line, file=sys.stderr, flush=True)
 
 
@@ -151,7 +145,7 @@ def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
     join_world(**job.config.parallel.joining)
     found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words,
                         report=show_line)
-    if is_first_rank():
+    if exchange().rank == 0:
         for size, profile in found.items():
             profile.save(folder / file_of(size))
 
