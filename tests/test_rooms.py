@@ -240,7 +240,7 @@ def test_imports_are_found_wherever_they_stand() -> None:
     assert rooms_imported(found) == {"__init__", "errors", "schedules", "app.data"}
 
 
-MOST_PUBLIC_NAMES = 61
+MOST_PUBLIC_NAMES = 63
 
 
 def test_what_stands_on_the_library_imports_its_public_names_alone() -> None:
