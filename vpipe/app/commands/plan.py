@@ -170,9 +170,8 @@ def _check_stages(stages: int, ranks: int, layers: int) -> None:
     possible = [count for count in range(1, layers + 1) if ranks % count == 0 or count % ranks == 0]
     if stages in possible:
         return
-    near = [max((count for count in possible if count < stages), default=None),
-            min((count for count in possible if count > stages), default=None)]
-    hint = " or ".join(f"--stages {count}" for count in near if count is not None)
+    fewer, more = [count for count in possible if count < stages], [count for count in possible if count > stages]
+    hint = " or ".join(f"--stages {count}" for count in fewer[-1:] + more[:1])
     if stages > layers:
         raise UserError(f"--stages is {stages}, but the model has only {counted(layers, 'layer')}", hint=f"give {hint}")
     raise UserError(f"--stages is {stages}, which {counted(ranks, 'rank')} cannot share equally: neither number "

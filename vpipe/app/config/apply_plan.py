@@ -55,8 +55,7 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
             for other in (keys, *_IMPLIES.get(key, ())):
                 if other not in given:
                     tree.drop(other)
-    problems = list(_contradictions(tree, found, plan, path))
-    if problems:
+    if problems := list(_contradictions(tree, found, plan, path)):
         raise UserError.all_of(problems)
     for key, keys in _planned_keys(found):
         tree.put(keys, found.at((key,)))

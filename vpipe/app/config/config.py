@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from vpipe import Execution, Order, Precision
 from vpipe.app.command_line import Setting
 from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived
-from vpipe.app.config.formats import formats_of, unread_form
+from vpipe.app.config.formats import check_form, formats_of
 from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.options import OPTIONS, option_problems
 from vpipe.app.config.parallel import ParallelSection, used_codecs
@@ -476,8 +476,7 @@ def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
                     tree.put((key,), part)
             settings = [(key, part) for key, part in settings if key not in form.keys]
             tree = form.to_native(tree, file.parent, shipped=file != path)
-    if (refused := unread_form(tree)) is not None:
-        raise refused
+    check_form(tree)
     if resolved and tree.get(("model", "lora", "targets")) == []:
         tree.drop(("model", "lora", "targets"))  # it meant all once
     if resolved and settings:

@@ -85,10 +85,9 @@ def formats_of(tree: Tree, settings: Iterable[str], native: type[Section]) -> li
     return [] if all(field_at(native, tuple(path[:2])) for path in paths) else [kind() for kind in ADDITIONS.added()]
 
 
-def unread_form(tree: Tree) -> UserError | None:
-    """Return the error of a file without any section of a native config, where VPipe's form is not installed."""
-    if FLAT in ADDITIONS.names or not {*tree.value}.isdisjoint(MAIN_SECTIONS):
-        return None
-    return UserError(f"the file has none of the sections {', '.join(MAIN_SECTIONS)}", where=tree.places[()].value,
-                     hint="vpipe configs lists examples; the flat form of VPipe is read by vpipe/extras/legacy, which "
-                     "is not installed here")
+def check_form(tree: Tree) -> None:
+    """Refuse a file without any section of a native config, where VPipe's form is not installed."""
+    if FLAT not in ADDITIONS.names and {*tree.value}.isdisjoint(MAIN_SECTIONS):
+        raise UserError(f"the file has none of the sections {', '.join(MAIN_SECTIONS)}", where=tree.places[()].value,
+                        hint="vpipe configs lists examples; the flat form of VPipe is read by vpipe/extras/legacy, "
+                        "which is not installed here")

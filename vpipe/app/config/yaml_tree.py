@@ -33,6 +33,7 @@ Keys = tuple[str | int, ...]
 """Path from the root of a tree to a value: ``("parallel", "partition", 2)``."""
 
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # stands for no character, so it cannot be written
 _NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 _PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
@@ -281,7 +282,7 @@ class _Builder:
         if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
             return self._problem(f"a whole number has more than {MOST_DIGITS} digits", "write a smaller number",
                                  place.value)
-        if isinstance(value, str) and not _encodable(value):
+        if isinstance(value, str) and _SURROGATE.search(value):
             return self._problem("a text holds half of a surrogate pair", "write the character itself", place.value)
         return value
 
@@ -298,7 +299,7 @@ class _Builder:
                 self._problem("a key is not plain text", "write `key: value`", place)
                 continue
             key = str(key_node.value)
-            if not _encodable(key):
+            if _SURROGATE.search(key):
                 self._problem("a key holds half of a surrogate pair", "write the character itself", place)
                 continue
             name = dotted(self.places[keys].name, (key,))
@@ -311,15 +312,6 @@ class _Builder:
 
     def _problem(self, what: str, hint: str, where: str) -> None:
         self.problems.append(Problem(what, hint, where))
-
-
-def _encodable(text: str) -> bool:
-    """Return whether ``text`` can be written: an escape such as ``\\ud800`` alone stands for no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def describe(value: object) -> str:

@@ -62,12 +62,11 @@ class Job:
     samples_done: int = 0
 
     @classmethod
-    def from_config(cls, config: Config, *, checked: bool = False, proved: bool = False) -> Job:
+    def from_config(cls, config: Config, *, checked: bool = False) -> Job:
         """Open the data, describe the model, cut it, and prove the schedule.
 
         Args:
             checked: ``config`` is the :attr:`config` of a job that another process has made and checked.
-            proved: another process proves the same schedule at the same time.
 
         Raises:
             UserError: the config does not fit the data, the model or this machine.
@@ -105,7 +104,7 @@ class Job:
             plan = Plan.load(config.parallel.plan)
             plan.check_fits(len(model), where=str(config.parallel.plan))
             config = config.with_parallel(plan=None)  # the config has all of its values
-        job = cls._prepare(config, dataset, model, plan, proved=proved)
+        job = cls._prepare(config, dataset, model, plan)
         job._check()
         return job
 
@@ -131,7 +130,7 @@ class Job:
     @classmethod
     def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None, *,
                  proved: bool = False) -> Job:
-        """Cut the model and prepare the schedule."""
+        """Cut the model and prepare the schedule, which another process has ``proved`` or proves at the same time."""
         to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
         cut = parallel.cut
         if isinstance(cut.stages, int):

@@ -44,7 +44,7 @@ def cached(digest: str | None, directory: Path | None = None, say: Callable[[str
     return None
 
 
-def store(profile: Profile, directory: Path | None = None) -> Path:
+def store(profile: Profile, directory: Path | None = None) -> None:
     """Save a profile for later runs.
 
     Raises:
@@ -60,4 +60,3 @@ def store(profile: Profile, directory: Path | None = None) -> Path:
     except OSError as error:
         raise UserError(f"the profile cannot be kept in {path.parent}: {error.strerror}",
                         hint="name a folder that can be written as dataset.cache_directory") from None
-    return path
