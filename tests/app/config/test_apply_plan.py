@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,13 @@ def test_a_plan_on_the_command_line_for_other_stages_drops_what_was_said_of_each
     same = load({"partition": [2, 3]}, "parallel.plan=plan.json", parallel__partition=[1, 4],
                 parallel__compress=["bf16"])
     assert same.parallel.compress == ("bf16",)
+
+
+def test_a_plan_of_very_many_stages_is_read() -> None:
+    stages = tuple(replace(PREDICTION.stages[0], first_layer=rank, layers=1, ranks=(rank,)) for rank in range(1024))
+    cut = Cut((1,) * 1024, ranks=[stage.ranks for stage in stages])
+    plan = Plan(cut, predictions=replace(PREDICTION, stages=stages))
+    assert load(plan, parallel__model_parallel_size=1024, parallel__plan="plan.json").parallel.partition == (1,) * 1024
 
 
 def test_a_plan_says_how_ranks_share() -> None:

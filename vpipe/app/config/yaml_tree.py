@@ -226,7 +226,7 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
         node = loader.get_single_node()
         if node is None:
             return Tree.leaf(None, Place(name, start, start))
-        builder = _Builder(loader, where)
+        builder = _Builder(loader, where, most_values)
         value = builder.build(node, (), Place(name, start, where(node.start_mark)))
     except yaml.MarkedYAMLError as error:
         place = where(error.problem_mark) if error.problem_mark else start
@@ -248,12 +248,12 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
 class _Builder:
     """Turns nodes into plain values, and collects places and problems."""
 
-    def __init__(self, loader: _Loader, where: Callable[[yaml.Mark], str]) -> None:
+    def __init__(self, loader: _Loader, where: Callable[[yaml.Mark], str], most_values: int) -> None:
         self.loader, self.where = loader, where
         self.places: dict[Keys, Place] = {}
         self.problems: list[Problem] = []
         self._open: list[yaml.Node] = []
-        self._values_left = MOST_VALUES
+        self._values_left = most_values
 
     def build(self, node: yaml.Node, keys: Keys, place: Place) -> Any:
         self.places[keys] = place
