@@ -131,6 +131,12 @@ def test_for_other_ranks(said: Said, asked: list[tuple[int, list[int]]]) -> None
     assert "the config's own" not in out
 
 
+def test_for_other_ranks_the_slices_stay(said: Said) -> None:
+    write_config(Path(), model__name="gpt", model__preset=None, model__num_heads=2, model__num_layers=2,
+                 parallel__schedule="seq1f1b", parallel__slices=2)
+    assert "\nschedule seq1f1b" in said("--ranks", "3")[1], "a candidate, though the ranks are measured without slices"
+
+
 def test_for_other_ranks_of_a_config_that_names_its_machines(said: Said, asked: list[tuple[int, list[int]]]) -> None:
     status, _, err = said("--ranks", "3", "--set", "machines=[localhost:0,localhost:1]")
     assert (status, err) == (0, "")

@@ -80,8 +80,8 @@ def run_plan(options: argparse.Namespace) -> None:
             others += own
             known = tuple(one.plan for one in own if one.plan is not None and options.solver == "exact"
                           and options.stages in (None, len(one.plan.partition)))
-        requests.append(replace(request_of(job, by_count, limit_bytes, anew=True), stages=options.stages, known=known,
-                                solver=options.solver))
+        requests.append(replace(request_of(job, by_count, limit_bytes, anew=config.parallel), stages=options.stages,
+                                known=known, solver=options.solver))
         if "zero1" not in said and job.schedule.ranks > 1 and options.solver == "exact":
             requests.append(requests[-1].with_zero1)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):

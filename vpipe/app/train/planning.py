@@ -14,7 +14,7 @@ import torch
 
 from vpipe import Plan
 from vpipe.app.config.config import Config
-from vpipe.app.config.parallel import AUTO
+from vpipe.app.config.parallel import AUTO, ParallelSection
 from vpipe.app.errors import PlanningError
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, microbatch_of, model_name
@@ -89,19 +89,19 @@ def memory_limit(config: Config, profile: Profile, given_bytes: int | None = Non
 
 
 def request_of(job: Job, profiles: Mapping[int, Profile], memory_bytes: int | None, *,
-               anew: bool = False) -> PlanRequest:
+               anew: ParallelSection | None = None) -> PlanRequest:
     """Return the planning request for the keys that a config leaves open; ranks and samples per update stay.
 
     Args:
         profiles: by microbatches per batch.
         memory_bytes: that a rank may use; None is no limit.
-        anew: all else is left open, but whether the schedule has a flush.
+        anew: all else is left open, but the slices of this section and whether the schedule has a flush.
     """
-    parallel = job.config.parallel
+    parallel, slices = job.config.parallel, (anew or job.config.parallel).slices
     free = PlanRequest(
         profiles, job.schedule.ranks, memory_bytes,
-        RegisteredSchedule.for_plans(flush=not parallel.asynchronous, slices=parallel.slices),
-        updates_every(job.config, profiles), warmup=AUTO if parallel.asynchronous else None, slices=parallel.slices)
+        RegisteredSchedule.for_plans(flush=not parallel.asynchronous, slices=slices),
+        updates_every(job.config, profiles), warmup=AUTO if parallel.asynchronous else None, slices=slices)
     return free if anew else replace(
         free, schedules=free.schedules if parallel.schedule == AUTO else (parallel.schedule,),
         placement=job.schedule.placement, partition=None if "partition" in parallel.to_plan else job.cut.partition,
