@@ -8,16 +8,16 @@ The manifest names every file with its size and SHA-256, so that damage is notic
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from filelock import FileLock
 
 from vpipe import files
 from vpipe.app.data.tokenizers import LARGEST_VOCAB_SIZE
@@ -132,7 +132,7 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
         return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory / f"{folder.name}.lock"):
+        with FileLock(directory / f"{folder.name}.lock"):  # the system gives it back if this process dies
             found, trouble = _open(folder)  # another process may have built it while this one waited
             if found is None:
                 if trouble:
@@ -185,11 +185,3 @@ def _build(build: Callable[[Path], Mapping[str, Any]], folder: Path) -> None:
 
 def _name(kind: str, facts: Mapping[str, Any]) -> str:
     return f"{kind}-{hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; the system gives it back if this one dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,8 +76,7 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
         try:
             text = decoded(path.read_bytes())
         except UnicodeDecodeError as error:
-            raise UserError(f"{path.name} is not UTF-8 (byte {error.start})", where=str(path),
-                            hint=conversion_hint(error)) from error
+            raise not_utf8(path.name, error, str(path)) from error
         except OSError as error:
             raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="repair it, or remove it",
                             where=str(path)) from error
@@ -103,41 +101,7 @@ def decoded(content: bytes) -> str:
     return text.replace(BYTE_ORDER_MARK, "")
 
 
-def conversion_hint(error: UnicodeDecodeError) -> str:
-    """Return how to make a text UTF-8 that :func:`decoded` has refused."""
-    content, place = error.object, error.start
-    if not content[place] and _FEWEST_ZEROS * content.count(0) < len(content) - place:
-        return "the byte is 0, which is no text: tr -d '\\0' removes such bytes"
-    if (place > 1 and not content[place]) or (place and content.startswith(_UTF16, place)):
-        return "a file in UTF-16 was joined to it there: join what iconv -f UTF-16 -t UTF-8 makes of that file"
-    return f"convert it: iconv -f {likely_encoding(content)} -t UTF-8"
-
-
-_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
-_FEWEST_ZEROS = 10  # one byte in so many, from the first on, in UTF-16
-_LOOKED_AT = 1 << 20
-
-
-def likely_encoding(content: bytes) -> str:
-    """Return how a text that is not UTF-8 is likely encoded: in UTF-16, as Chinese files often are, or Western ones."""
-    if content.startswith(_UTF16):
-        return "UTF-16"
-    if b"\0" in content:  # a byte of whatever is ASCII
-        content = content[:_LOOKED_AT]
-        return max(("UTF-16LE", "UTF-16BE"), key=lambda name: sum(
-            character.isascii() or "\u3000" <= character <= "\u9fff" for character in content.decode(name, "replace")))
-    content = content.lstrip(bytes(range(128)))[:_LOOKED_AT]
-    shares = {name: _common_share(content, name, *bounds) for name, bounds in _COMMON.items()}
-    likely = max(shares, key=shares.__getitem__)
-    return likely if shares[likely] > 0.5 else "LATIN1"
-
-
-_COMMON = {"GB18030": (b"\xb0\xa1", b"\xd7\xf9"), "BIG5": (b"\xa4\x40", b"\xc6\x7e")}
-"""The codes of the most common characters of an encoding, two bytes each."""
-
-
-def _common_share(content: bytes, encoding: str, first: bytes, last: bytes) -> float:
-    codes = [character.encode(encoding) for character in content.decode(encoding, errors="ignore")
-             if not character.isascii()]
-    return sum(first <= code <= last and (encoding == "BIG5" or code[1] >= first[1]) for code in codes) / max(
-        1, len(codes))
+def not_utf8(what: str, error: UnicodeDecodeError, where: str | None = None) -> UserError:
+    """Return the error of a text that :func:`decoded` refused; nobody can tell for sure how the text is encoded."""
+    return UserError(f"{what} is not UTF-8 (byte {error.start})", where=where, hint="convert it: iconv -f ENCODING -t "
+                     "UTF-8, where ENCODING may be GB18030, BIG5, LATIN1 or UTF-16")

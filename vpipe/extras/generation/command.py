@@ -15,7 +15,7 @@ import torch
 
 from vpipe import files
 from vpipe.app.commands.checkpoint import checkpoints_in
-from vpipe.app.data.plain_text import conversion_hint, decoded
+from vpipe.app.data.plain_text import decoded, not_utf8
 from vpipe.app.data.tokenizers import load_for_pairs, load_tokenizer, load_wordpiece
 from vpipe.app.families.decoding import TextDecoder
 from vpipe.app.progress import print_line, progress
@@ -104,7 +104,7 @@ def _decoded(content: bytes, what: str) -> str:
     try:
         return decoded(content)
     except UnicodeDecodeError as error:
-        raise UserError(f"{what} is not UTF-8 (byte {error.start})", hint=conversion_hint(error)) from None
+        raise not_utf8(what, error) from None
 
 
 def _find(folder: Path, step: int | None) -> SampledCheckpoint:
