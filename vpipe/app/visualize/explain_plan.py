@@ -1,4 +1,4 @@
-"""Explain a plan in tables: its times and memory by stage, what limits it, and why each other candidate lost."""
+"""Explain a plan in tables: its times and memory by stage, and why each other candidate lost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vpipe import Plan
-from vpipe.app.visualize.advice import Advice
 from vpipe.app.visualize.table import Column, columns, compact, filled, listed, milliseconds, ms_text
 from vpipe.errors import counted
 from vpipe.plan import Profile
-from vpipe.schedules import RegisteredSchedule, build
+from vpipe.schedules import RegisteredSchedule, build, delays
 from vpipe.units import size_text
-
-SATURATED = 0.9
-"""Share of the time from which on the cores that ranks share limit a plan."""
 
 _KINDS = ("weights", "stashed", "gradients", "optimizer", "activations", "working", "peak")
 """Columns of the memory's table: fields of :class:`~vpipe.plan.stage_costs.StageMemory`."""
@@ -28,21 +24,13 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """A plan to compare with.
+    """A plan to compare with, or why there is none."""
 
-    Attributes:
-        what: distinguishes it, such as ``schedule gpipe``.
-        plan: None where none is possible.
-        seconds_per_sample: predicted.
-        simulated: whether that was simulated, or is the solver's formula, which is coarser.
-        why: none is possible.
-    """
-
-    what: str
+    what: str  # distinguishes it, such as schedule gpipe
     plan: Plan | None = None
-    seconds_per_sample: float | None = None
-    simulated: bool = True
-    why: str = ""
+    seconds_per_sample: float | None = None  # predicted
+    simulated: bool = True  # else that is the solver's formula, which is coarser
+    why: str = ""  # none is possible
 
     @classmethod
     def simulated_one(cls, what: str, plan: Plan) -> OtherPlan:
@@ -74,33 +62,28 @@ class PlanExplanation:
                  [f"in ms: of a microbatch, of a step of the optimizer; comm and idle per {self._step_name}",
                   *times_table(self.plan, self._delays(), width)],
                  memory_table(self.plan, self.limit_bytes, width),
-                 [line for text in (self._bottleneck(), f"solver: {self.solver}") for line in filled(text, width)],
+                 filled(f"solver: {self.solver}", width),
                  candidates_table(self.plan, self.others, self.limit_bytes, width)]
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
     def _headline(self) -> list[str]:
         plan, identity, found = self.plan, self.profile.identity, self.plan.predicted
+        tensor, microbatches = identity.tensor, found.samples_per_step // identity.microbatch_size
         limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)} ({self.limit_from})"
+        cores, together = self.profile.cores, min(identity.ranks_per_host, plan.ranks)
+        shared = "" if cores is None or cores >= together else (
+            f"; {together * tensor} ranks of a host share {counted(cores * tensor, 'core')}")
         shares = plan.zero1 and any(len(ranks) > 1 for ranks in plan.groups)
         slices = f" in {plan.order.slices} slices" * (plan.order.slices > 1)
         return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on "
-                f"{counted(plan.ranks * self._tensor, 'rank')}{limit}",
+                f"{counted(plan.ranks * tensor, 'rank')}{limit}{shared}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
-                + (f"tensor {self._tensor}, " if self._tensor > 1 else "") + ("zero1, " if shares else "")
+                + (f"tensor {tensor}, " if tensor > 1 else "") + ("zero1, " if shares else "")
                 + (f"{depths_text(plan)} forwards before the first backward, " if plan.warmup else "")
-                + f"{counted(self._microbatches, 'microbatch')}{slices} of "
+                + f"{counted(microbatches, 'microbatch')}{slices} of "
                 f"{counted(identity.microbatch_size, 'sample')} per {self._step_name}",
                 f"predicted: {milliseconds(found.step_s)} per {self._step_name}, "
                 f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
-
-    @property
-    def _tensor(self) -> int:
-        """Ranks that split every layer."""
-        return self.profile.identity.tensor
-
-    @property
-    def _microbatches(self) -> int:
-        return self.plan.predicted.samples_per_step // self.profile.identity.microbatch_size
 
     @property
     def _step_name(self) -> str:
@@ -109,36 +92,12 @@ class PlanExplanation:
 
     def _delays(self) -> list[float]:
         """Return the mean delay of the gradients of every stage in updates; none with a flush."""
-        if RegisteredSchedule.named(self.plan.schedule or "").flush:
+        plan = self.plan
+        if RegisteredSchedule.named(plan.schedule or "").flush:
             return []
-        schedule = build(self.plan.schedule or "", self.plan.groups, self._microbatches, self.plan.update_every,
-                         warmup=self.plan.warmup)
-        return Advice(schedule, self._microbatches).mean_delays
-
-    def _bottleneck(self) -> str:
-        """Return what limits the plan: the slowest rank, or the cores that ranks share, where computing fills them."""
-        found, own = self.plan.predicted, self.profile.identity
-        ranks, cores = min(own.ranks_per_host, self.plan.ranks), self.profile.cores
-        if cores is not None and cores < ranks:
-            work_s = sum(len(stage.ranks) * self._work_s(number) for number, stage in enumerate(found.stages))
-            used = work_s / (cores * self.plan.ranks / ranks * found.step_s)
-            if used >= SATURATED:
-                return (f"bottleneck: the {counted(cores * own.tensor, 'core')} that {ranks * own.tensor} ranks of a "
-                        f"host share, which compute {100 * min(1.0, used):.0f} % of the time")
-        stage = found.stages[found.bottleneck]
-        together = next(group for group in stages_by_ranks(self.plan) if found.bottleneck in group)
-        busy = 1 - stage.idle_s / found.step_s
-        return (f"bottleneck: {_numbered('rank', stage.ranks)} ({_numbered('stage', together)}), busy "
-                f"{milliseconds(busy * found.step_s)} of {milliseconds(found.step_s)}, "
-                f"{100 * (busy / (1 - found.bubble) - 1):.0f} % more than the average rank")
-
-    def _work_s(self, number: int) -> float:
-        """Return the seconds that one of a stage's ranks works in a step, with a core to itself."""
-        stage = self.plan.predicted.stages[number]
-        share = self._microbatches / len(stage.ranks)
-        flush = RegisteredSchedule.named(self.plan.schedule or "").flush
-        updates = 1.0 if flush else share / (self.plan.update_every or 1)
-        return share * stage.microbatch_s + updates * stage.step_s
+        schedule = build(plan.schedule or "", plan.groups, plan.predicted.samples_per_step
+                         // self.profile.identity.microbatch_size, plan.update_every, warmup=plan.warmup)
+        return [delays.mean_delay(schedule, stage) for stage in range(schedule.stages)]
 
 
 def depths_text(plan: Plan) -> str:
@@ -146,21 +105,11 @@ def depths_text(plan: Plan) -> str:
     return " ".join(map(str, plan.warmup or ()))
 
 
-def _layer_range(plan: Plan, number: int) -> str:
-    stage = plan.predicted.stages[number]
-    first = stage.first_layer
-    return f"{first}-{first + stage.layers - 1}" if stage.layers > 1 else str(first)
-
-
-def _numbered(word: str, numbers: Sequence[int]) -> str:
-    return f"{word}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def times_table(plan: Plan, delays: Sequence[float], width: int) -> list[str]:
+def times_table(plan: Plan, late: Sequence[float], width: int) -> list[str]:
     """Return a row per stage: milliseconds of one microbatch, then of one rank in a step.
 
     Args:
-        delays: mean delay of the gradients of every stage, in updates; none with a flush.
+        late: mean delay of the gradients of every stage, in updates; none with a flush.
     """
     found = plan.predicted
     stages = found.stages
@@ -168,7 +117,7 @@ def times_table(plan: Plan, delays: Sequence[float], width: int) -> list[str]:
     times = [Column(head, [ms_text(getattr(stage, field)) for stage in stages]) for head, field in _TIMES.items()]
     return columns([
         Column("stage", [str(number) for number in range(len(stages))]),
-        Column("layers", [_layer_range(plan, number) for number in range(len(stages))]),
+        Column("layers", [_span(range(stage.first_layer, stage.first_layer + stage.layers)) for stage in stages]),
         Column("ranks" if any(len(stage.ranks) > 1 for stage in stages) else "rank",
                [_span(stage.ranks) for stage in stages]),
         *times[:2],
@@ -176,7 +125,7 @@ def times_table(plan: Plan, delays: Sequence[float], width: int) -> list[str]:
                              for stage, count in zip(stages, again, strict=True)]),
         *times[2:],
         Column("busy", [f"{100 * (1 - stage.idle_s / found.step_s):.0f} %" for stage in stages], spare=True),
-        *([Column("late", [f"{delay:.3g}" for delay in delays])] if any(delays) else [])], width)
+        *([Column("late", [f"{delay:.3g}" for delay in late])] if any(late) else [])], width)
 
 
 def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
@@ -211,8 +160,7 @@ def stages_by_ranks(plan: Plan) -> list[list[int]]:
 
 def candidates_table(best: Plan, others: Sequence[OtherPlan], limit_bytes: int | None, width: int) -> list[str]:
     """Return the plan and others, with the reason that each lost; those that are impossible below, by their reason."""
-    found = [(OtherPlan.simulated_one("this plan", best), best),
-             *((other, other.plan) for other in others if other.plan is not None)]
+    found = [(one, one.plan) for one in (OtherPlan.simulated_one("this plan", best), *others) if one.plan is not None]
     plans = [plan for _, plan in found]
     replicas = [_replicas_text(plan) for plan in plans]
     lines = columns([
@@ -259,21 +207,17 @@ def cut_text(partition: Sequence[int], room: int) -> str:
 
 
 def _replicas_text(plan: Plan) -> str:
-    """Return ``-``, ``2 each``, or, where the schedule places copies of every stage by itself, ``2 copies``."""
-    widths = list(map(len, plan.groups))
+    """Return ``-``, ``2 each``, ``2 1 1``; ``2 copies`` where the schedule places copies of every stage by itself."""
     copies = plan.copies
-    text = _widths_text([width // copies for width in widths])
+    widths = [len(ranks) // copies for ranks in plan.groups]
+    text = listed(widths)
+    if len(set(widths)) == 1:
+        text = "-" if widths[0] == 1 else f"{widths[0]} each" if len(widths) > 1 else str(widths[0])
     return text if copies < 2 else f"{text}, {copies} copies".removeprefix("-, ")
 
 
-def _widths_text(widths: Sequence[int]) -> str:
-    if len(set(widths)) == 1:
-        return "-" if widths[0] == 1 else f"{widths[0]} each" if len(widths) > 1 else str(widths[0])
-    return "-".join(map(str, widths)) if len(widths) <= 8 else f"{min(widths)} to {max(widths)}"
-
-
 def _span(numbers: Sequence[int]) -> str:
-    """Return ``0-3`` for ranks in a row."""
+    """Return ``0-3`` for numbers in a row."""
     first, last = numbers[0], numbers[-1]
-    in_a_row = list(numbers) == list(range(first, last + 1)) and last > first + 1
+    in_a_row = list(numbers) == list(range(first, last + 1)) and last > first
     return f"{first}-{last}" if in_a_row else " ".join(map(str, numbers))
