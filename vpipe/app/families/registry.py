@@ -147,17 +147,10 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
     """Register the decorated factory.
 
     Args:
-        name: in configs.
-        huggingface: as in :class:`Family`.
-        stage_order: as in :class:`Family`.
-        flops: as in :class:`Family`.
-        tensor_sizes: as in :class:`Family`.
+        name: in configs; the others are described at :class:`Family`.
         options: a frozen dataclass whose fields are the keys of ``model.options``, each with a type (``int``,
             ``float``, ``bool``, ``str``, ``Path``, ``Literal``, a tuple, or one of them or None) and a default. The
             ``metadata`` of a field may have ``help``, a text for errors, and the bounds ``gt``, ``ge``, ``lt``, ``le``.
-        presets: as in :class:`Family`.
-        datasets: as in :class:`Family`.
-        reads: as in :class:`Family`.
 
     Raises:
         UserError: the name is in use, or the options are no such class.

@@ -246,13 +246,9 @@ class ThreadedWorker(Worker):
                                                         torch.get_num_threads())
         self._under_way[stage_index, microbatch] = given, self._latest
         self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
-        if self._in_turn or self._is_last_forward(stage_index, microbatch):
+        if self._in_turn or (stage_index == self.last_stage and microbatch == self.segment.assignment.share(
+                stage_index, 0, stage_index, self.rank)[-1]):  # after a batch's last forward the losses are sent
             self._gather()
-
-    def _is_last_forward(self, stage_index: int, microbatch: int) -> bool:
-        """Return whether this is the last forward of a batch, after which the losses are sent."""
-        return (stage_index == self.last_stage
-                and microbatch == self.segment.assignment.share(stage_index, 0, stage_index, self.rank)[-1])
 
     def _compute(self, stage_index: int, microbatch: int, given: Any, before: Future[_Done] | None,
                  threads: int) -> _Done:

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from vpipe import accelerator
-from vpipe.app.config.config import Config, load_config
+from vpipe.app.config.config import load_config
 from vpipe.app.visualize.table import check_output
 from vpipe.errors import UserError, counted
 from vpipe.extras.orion.kernels import Bound, kernel_csv, kernel_profiles
@@ -39,16 +39,11 @@ def _profiled_run(options: argparse.Namespace) -> Path:
     """Train a config until an update is profiled, and return the folder of the run."""
     config = load_config(options.config, [*options.settings, f"training.profile_iteration={PROFILED_STEP}",
                                           "training.exit_after_profile=true", "parallel.use_orion_scheduler=false"])
-    _check_device(config)
+    if config.machines is None and (config.parallel.device == "cpu" or not accelerator.count()):
+        raise UserError("kernels run on GPUs, but the ranks of this config compute on processors here",
+                        hint="profile it on a machine with a GPU")
     from vpipe.app.launch.launcher import run
 
     folder = run(config, None, None)
     assert folder is not None, "a new run has something to train"
     return folder
-
-
-def _check_device(config: Config) -> None:
-    """Raise UserError where all ranks would compute on processors."""
-    if config.machines is None and (config.parallel.device == "cpu" or not accelerator.count()):
-        raise UserError("kernels run on GPUs, but the ranks of this config compute on processors here",
-                        hint="profile it on a machine with a GPU")

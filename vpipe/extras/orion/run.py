@@ -8,12 +8,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from vpipe.app.errors import StartError
-from vpipe.app.train.job import Job
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.visualize.table import fitted, terminal_columns
 from vpipe.distributed import exchange
 from vpipe.errors import counted
-from vpipe.extras.orion.scheduler import Inactive, Launch, OrionScheduler, start
+from vpipe.extras.orion.scheduler import Inactive, OrionScheduler, start
 
 
 class Orion(Observer):
@@ -27,8 +26,10 @@ class Orion(Observer):
 
     def __init__(self, run: Run) -> None:
         parallel, device = run.job.config.parallel, run.pipe.device
-        self._rank, self._clients = run.pipe.rank, _microbatches_of_rank(run.job)
-        own = start(Launch(device.type, device.index or 0, self._clients))
+        # The most microbatches that one rank has in a batch: replicas of a stage share them.
+        schedule = run.job.schedule
+        self._rank, self._clients = run.pipe.rank, -(-schedule.microbatches // min(map(len, schedule.placement)))
+        own = start(device.type, device.index or 0, self._clients)
         self._scheduler = own if isinstance(own, OrionScheduler) else None
         try:
             self._exchange = exchange(timeout_s=parallel.timeout_s)
@@ -75,11 +76,6 @@ def _first_inactive(votes: Sequence[str]) -> str:
         return ""
     reason, remedy = json.loads(votes[rank])
     return json.dumps([reason if len(set(votes)) == 1 else f"rank {rank}: {reason}", remedy])
-
-
-def _microbatches_of_rank(job: Job) -> int:
-    """Return the most microbatches that one rank has in a batch: replicas of a stage share them."""
-    return -(-job.schedule.microbatches // min(map(len, job.schedule.placement)))
 
 
 def orion_lines(figures: Mapping[str, Any]) -> list[str]:

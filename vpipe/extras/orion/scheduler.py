@@ -9,7 +9,6 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -40,26 +39,26 @@ class SchedulingMode(IntEnum):
     ROUND_ROBIN = 2
 
 
-class ClientStats(ctypes.Structure):
+class Counts(ctypes.Structure):
+    """A structure of whole numbers."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return {field[0]: getattr(self, field[0]) for field in self._fields_}
+
+
+class ClientStats(Counts):
     """What happened to the launches of one client: ``orion_stats``."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in (
         "submitted", "queued", "starved", "wait_ns", "max_wait_ns", "waiting"))
 
-    def as_dict(self) -> dict[str, int]:
-        """Return the numbers by name."""
-        return {field[0]: getattr(self, field[0]) for field in self._fields_}
 
-
-class LaunchTotals(ctypes.Structure):
+class LaunchTotals(Counts):
     """What happened to the launches of the process: ``orion_totals``."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in (
         "gated", "passed", "captured", "hooked", "unhooked", "unnamed"))
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the numbers by name."""
-        return {field[0]: getattr(self, field[0]) for field in self._fields_}
 
 
 class OrionScheduler:
@@ -212,28 +211,16 @@ _REMEDIES = {
 """By status of the library; see orion_scheduler.h."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How a rank was started, as far as it decides whether launches can be gated.
+def start(device_type: str, device: int, clients: int) -> OrionScheduler | Inactive:
+    """Start the scheduler of this process for a device of torch, or return why it cannot.
 
-    Attributes:
-        device_type: of torch, where the rank computes.
-        device: its number.
-        clients: microbatches of the rank, each with a stream.
+    ``clients``: microbatches of the rank, each with a stream.
     """
-
-    device_type: str
-    device: int
-    clients: int
-
-
-def start(launch: Launch) -> OrionScheduler | Inactive:
-    """Start the scheduler of this process, or return why it cannot."""
-    if launch.device_type != accelerator.USUAL:
-        return Inactive(f"ranks compute on {launch.device_type}, which launches no kernels",
+    if device_type != accelerator.USUAL:
+        return Inactive(f"ranks compute on {device_type}, which launches no kernels",
                         "compute on GPUs: parallel.device: cuda")
-    if launch.clients > MOST_CLIENTS:
-        return Inactive(f"a rank has {counted(launch.clients, 'microbatch')}, but torch {MOST_CLIENTS} streams",
+    if clients > MOST_CLIENTS:
+        return Inactive(f"a rank has {counted(clients, 'microbatch')}, but torch {MOST_CLIENTS} streams",
                         "lower training.num_microbatches")
     try:
         scheduler = get_scheduler()
@@ -243,7 +230,7 @@ def start(launch: Launch) -> OrionScheduler | Inactive:
         return Inactive(str(error), "build it anew with make orion")
     if not scheduler.is_preloaded:
         return Inactive("libgpu_scheduler.so is not preloaded", preload_hint())
-    status = scheduler.start(launch.clients, launch.device)
+    status = scheduler.start(clients, device)
     return scheduler if status == 0 else Inactive(scheduler.last_error(), _REMEDIES.get(status, "see kernel_intercept"))
 
 

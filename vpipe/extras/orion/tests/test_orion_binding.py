@@ -68,9 +68,9 @@ assert not scheduler.is_running()
 
 
 START = """
-from vpipe.extras.orion.scheduler import Inactive, Launch, start
+from vpipe.extras.orion.scheduler import Inactive, start
 
-found = start(Launch("cuda", 0, 4))
+found = start("cuda", 0, 4)
 print(found if isinstance(found, Inactive) else f"{found.is_running()} {len(found.totals())}")
 """
 

@@ -13,7 +13,7 @@ from vpipe.app.cli import main
 from vpipe.app.train.loop import train
 from vpipe.errors import UserError
 from vpipe.extras.orion.run import _first_inactive, orion_lines
-from vpipe.extras.orion.scheduler import Inactive, Launch, OrionScheduler
+from vpipe.extras.orion.scheduler import Inactive, OrionScheduler
 from vpipe.runtime import Worker
 
 pytestmark = pytest.mark.extras("async_threaded")
@@ -43,8 +43,8 @@ def test_inactive_and_active_runs_have_the_losses_of_one_without(tmp_path: Path,
     folders = [tmp_path / name for name in ("without", "inactive", "active")]
     library, started, threads = Library(), [], []
 
-    def start(launch: Launch) -> OrionScheduler:
-        started.append(launch)
+    def start(*device_and_clients: object) -> OrionScheduler:
+        started.append(device_and_clients)
         return library
 
     whole = Worker.backward
@@ -69,7 +69,7 @@ def test_inactive_and_active_runs_have_the_losses_of_one_without(tmp_path: Path,
     assert "orion: active on 1 rank\n" in said.out
     assert [line.split() for line in said.out.splitlines() if line.startswith("         3")] == [
         ["3", "4,000", "3", "1", "3.0", "ms", "1.50", "ms"]]
-    assert started == [Launch("cpu", 0, 4)]
+    assert started == [("cpu", 0, 4)]
     assert library.stopped == 1
     assert set(threads) == {False}
     assert torch._C._is_multithreading_enabled()

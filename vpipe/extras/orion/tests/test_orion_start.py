@@ -11,10 +11,10 @@ from vpipe.app.launch.rank_env import ranks_here
 from vpipe.description import Executor
 from vpipe.errors import UserError
 from vpipe.extras.orion import scheduler as orion
-from vpipe.extras.orion.scheduler import Inactive, Launch, preload_variable, start, switched_on
+from vpipe.extras.orion.scheduler import Inactive, preload_variable, start, switched_on
 from vpipe.plugins import PluginGroup
 
-GPU = Launch("cuda", 0, 4)
+GPU = ("cuda", 0, 4)
 
 
 class Library(orion.OrionScheduler):
@@ -33,21 +33,21 @@ class Library(orion.OrionScheduler):
 
 
 def test_a_rank_on_a_cpu_has_no_kernels() -> None:
-    assert str(start(Launch("cpu", 0, 4))) == ("orion: inactive (ranks compute on cpu, which launches no kernels; "
-                                               "compute on GPUs: parallel.device: cuda)")
+    assert str(start("cpu", 0, 4)) == ("orion: inactive (ranks compute on cpu, which launches no kernels; "
+                                       "compute on GPUs: parallel.device: cuda)")
 
 
 def test_torch_has_32_streams() -> None:
-    assert start(Launch("cuda", 0, 33)) == Inactive("a rank has 33 microbatches, but torch 32 streams",
-                                                    "lower training.num_microbatches")
+    assert start("cuda", 0, 33) == Inactive("a rank has 33 microbatches, but torch 32 streams",
+                                            "lower training.num_microbatches")
 
 
 def test_the_library_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(orion, "LIBRARY", tmp_path / "libgpu_scheduler.so")
     orion.get_scheduler.cache_clear()
-    assert start(GPU) == Inactive(f"there is no {tmp_path}/libgpu_scheduler.so", "build it with make orion, then start "
-                                  f"with vpipe train alone, or with LD_PRELOAD={tmp_path}/libgpu_scheduler.so before "
-                                  "torchrun or srun")
+    assert start(*GPU) == Inactive(
+        f"there is no {tmp_path}/libgpu_scheduler.so", "build it with make orion, then start with vpipe train alone, "
+        f"or with LD_PRELOAD={tmp_path}/libgpu_scheduler.so before torchrun or srun")
     with pytest.raises(FileNotFoundError, match="Library not found: there"):
         orion.OrionScheduler("there")
 
@@ -58,13 +58,13 @@ def test_the_library_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (Library(status=-3), "libcuda.so.1 is not there; start it where nvidia-smi lists a GPU")])
 def test_the_library_refuses(library: Library, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orion, "get_scheduler", lambda: library)
-    assert str(start(GPU)) == f"orion: inactive ({found})"
+    assert str(start(*GPU)) == f"orion: inactive ({found})"
 
 
 def test_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     monkeypatch.setattr(orion, "get_scheduler", lambda: library)
-    assert start(GPU) is library
+    assert start(*GPU) is library
 
 
 @pytest.mark.extras("async_threaded")
