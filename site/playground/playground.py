@@ -65,7 +65,7 @@ def compare(settings: Mapping[str, str], name: str) -> Mapping[str, Any]:
     costs, options, registered = _costs(settings), _options(settings), RegisteredSchedule.named(name)
     _check_search(registered, options, MOST_SEARCHED_BESIDE, "choose it alone")
     one = Summary.of(compared_schedule(registered, options, costs), costs)
-    period = one.period_s / one.schedule.assignment.step_microbatches
+    period = one.timeline.period_s / one.schedule.assignment.step_microbatches
     return {"name": name, "flush": one.schedule.flush,
             "order": [float(one.timeline.bubble_s), float(one.peak), name],
             "cells": [one.stages_per_rank, number(one.timeline.bubble_s), share_text(one),
@@ -156,7 +156,7 @@ def _with_costs(words: Sequence[str], settings: Mapping[str, str]) -> str:
 
 def _drawn(summary: Summary, command: str) -> Mapping[str, Any]:
     schedule, timeline = summary.schedule, summary.timeline
-    versions, per_step, period = summary.versions_used, schedule.assignment.step_microbatches, summary.period_s
+    versions, per_step, period = summary.versions_used, schedule.assignment.step_microbatches, summary.timeline.period_s
     ranks = [{"name": row_name(schedule.placement, rank), "activations": peaks.peak_activations,
               "halves": peaks.peak_weight_halves, "idle": number(timeline.idle_s[rank]),
               "events": [[str(event.action), str(event.action.op), plain(event.start_s), plain(event.end_s),

@@ -122,8 +122,7 @@ def test_too_few_microbatches_are_said_once_in_the_configs_words(tmp_path: Path,
                                                                  capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, training__num_microbatches=1, training__max_steps=1)
     assert capsys.readouterr().err.splitlines()[0] == (
-        "warning: 1 microbatch for 2 stages leaves a bubble of 50 % with 1f1b, where all stages take equally long; "
-        "training.num_microbatches 8 would leave 11 %")
+        "warning: 1 microbatch for 2 stages leaves ranks without work; raise training.num_microbatches, at best to 8")
 
 
 def test_the_delay_of_gradients_is_said_and_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,7 +174,7 @@ def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary 
     if found is None:
         Schedule.check_work(ranks, microbatches, chunks, replicated=several,
                    why=f", in no short part of which '{registered.name}' is seen to repeat itself at these costs,")
-    return None if found is None else Summary.of_repeating(found, costs)
+    return None if found is None else Summary(found.schedule, costs, found.timeline, found)
 
 
 def _planned(path: str, options: argparse.Namespace) -> Schedule:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 from operator import gt
 
-from vpipe.errors import UserError, counted
-from vpipe.schedules import Costs, RegisteredSchedule, Schedule, build, delays, simulate
-
-MOST_SIMULATED = 10_000
-"""Actions that are simulated for a warning, in a third of a second; the bubble of larger schedules is not given."""
+from vpipe.errors import counted
+from vpipe.schedules import Schedule, delays
 
 ENOUGH = 4
 """Proposed microbatches per stage: with 1F1B they leave a bubble of less than a fifth."""
@@ -104,40 +100,16 @@ class Advice:
 
         The ranks are those that a microbatch passes, times the replicas among which microbatches are divided.
         """
-        schedule = self.schedule
+        schedule, batch, key = self.schedule, self.batch, self.keys[0]
         depth = len(set(map(frozenset, schedule.placement)))  # copies on the same ranks need no more microbatches
         width, count = max(map(len, schedule.placement)), schedule.microbatches // schedule.slices
         if not schedule.flush or schedule.microbatches >= depth * width:
             return None
+        fitting = [more for more in range(-(-ENOUGH * depth * width // schedule.slices), count, -1)
+                   if batch is None or batch % more == 0]
+        better = f"raise {key}, at best to {fitting[0]}" if fitting else (
+            f"raise dataset.batch_size, which is {batch}, and {key}")
         stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")
-        left = "ranks without work"
-        if sum(map(len, schedule.programs)) <= MOST_SIMULATED:
-            left = f"a bubble of {_bubble(schedule)} with {schedule.name}, where all stages take equally long"
         cut = f" in {schedule.slices} slices" * (schedule.slices > 1)
-        return (f"{counted(count, 'microbatch')}{cut} for {stages} leave{'s' * (count == 1)} {left}; "
-                f"{self._more_microbatches(-(-ENOUGH * depth * width // schedule.slices))}")
-
-    def _more_microbatches(self, wanted: int) -> str:
-        schedule, batch, key = self.schedule, self.batch, self.keys[0]
-        own = schedule.microbatches // schedule.slices
-        fitting = [count for count in range(wanted, own, -1) if batch is None or batch % count == 0]
-        registered = RegisteredSchedule.find(schedule.name)
-        if not fitting:
-            return f"raise dataset.batch_size, which is {batch}, and {key}"
-        if registered is None or registered.search is not None:
-            return f"raise {key}, at best to {fitting[0]}"
-        for count in fitting:
-            if 3 * count * schedule.slices * schedule.stages > MOST_SIMULATED:
-                return f"raise {key}, at best to {count}"
-            with suppress(UserError):  # not every schedule takes every number
-                more = build(schedule.name, schedule.placement, count, slices=schedule.slices)
-                return f"{key} {count} would leave {_bubble(more)}"
-        return f"raise {key}"
-
-
-def _bubble(schedule: Schedule) -> str:
-    """Return the share of the time from a rank's first start to its last end in which it waits, at equal stages."""
-    computed = schedule.compute_only()
-    costs = Costs.of_stages({"forward_s": 1, "input_s": 1, "weight_s": 1, "recompute_s": int(
-        stage in computed.recomputed_stages)} for stage in range(schedule.stages))
-    return f"{100 * float(simulate(computed, costs).bubble_share):.0f} %"
+        return (f"{counted(count, 'microbatch')}{cut} for {stages} leave{'s' * (count == 1)} ranks without work; "
+                f"{better}")

@@ -71,11 +71,6 @@ class Summary:
         return cls(computed, costs, simulate(computed, costs.of(computed.placement, computed.recomputed_stages,
                                                                 computed.slices)))
 
-    @classmethod
-    def of_repeating(cls, found: Repeating, costs: RankCosts) -> Summary:
-        """Summarise a schedule that is too long to list, proved and simulated."""
-        return cls(found.schedule, costs, found.timeline, found)
-
     @property
     def proved(self) -> Schedule | Repeating:
         """Return what has the peaks of every rank and stage, and the weight version of every forward."""
@@ -124,11 +119,6 @@ class Summary:
                          for stage in self.schedule.stages_of(rank)) for rank in range(self.schedule.ranks)]
 
     @property
-    def period_s(self) -> float:
-        """Return the time from one step of training to the next; of a stream, in its steady state."""
-        return self.timeline.period_s
-
-    @property
     def peak(self) -> Number:
         """Return the most activations that a rank holds, in microbatches of the whole rank."""
         return max(Fraction(facts.peak_activations, self.schedule.passes(rank) * self.schedule.slices)
@@ -148,7 +138,7 @@ class Summary:
             "programs": [[str(action) for action in program] for program in schedule.programs],
             "makespan": plain(self.timeline.makespan_s),
             "bubble": plain(self.timeline.bubble_s),
-            "period": plain(self.period_s),
+            "period": plain(self.timeline.period_s),
             "peak_activations": [rank.peak_activations for rank in self.proved.rank_peaks],
             "versions": [stage.versions for stage in self.proved.stage_peaks],
             "staleness": [stage.staleness for stage in self.proved.stage_peaks],
