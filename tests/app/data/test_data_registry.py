@@ -7,7 +7,7 @@ import pytest
 import vpipe.app.data
 from vpipe.app.data import registry
 from vpipe.app.data.dataset import Dataset, DatasetSettings
-from vpipe.app.data.registry import dataset_named, prepare, register_dataset
+from vpipe.app.data.registry import dataset_named, register_dataset
 from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.errors import UserError
 
@@ -22,7 +22,7 @@ def test_a_data_set_is_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
         return synthetic_bert(64, settings.sequence_length, 8)
 
     assert dataset_named("mine") is mine
-    assert prepare("mine", DatasetSettings(sequence_length=16)) == 64
+    assert dataset_named("mine")(DatasetSettings(sequence_length=16)).vocab_size == 64
     with pytest.raises(UserError, match=r"two data sets are called 'mine': .*mine and .*other"):
         @register_dataset("mine")
         def other(settings: DatasetSettings) -> Dataset:
@@ -30,12 +30,12 @@ def test_a_data_set_is_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.extras("bert_hdf5")
-def test_prepare_builds_the_cache_and_returns_the_vocabulary(text_folder: Path, tmp_path: Path) -> None:
+def test_a_factory_builds_the_cache_and_knows_the_vocabulary(text_folder: Path, tmp_path: Path) -> None:
     settings = DatasetSettings(text_folder, 32, vocab_size=120, cache_directory=tmp_path / "cache")
-    assert prepare("text", settings) == 120
+    assert dataset_named("text")(settings).vocab_size == 120
     assert len(list((tmp_path / "cache").glob("bert-*/manifest.json"))) == 1
     with pytest.raises(UserError, match="'bert_hdf5' has no path"):
-        prepare("bert_hdf5", DatasetSettings())
+        dataset_named("bert_hdf5")(DatasetSettings())
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)

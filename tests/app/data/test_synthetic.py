@@ -79,7 +79,7 @@ def test_processes_agree(tmp_path: Path) -> None:
 
 def test_settings_fill_in_sizes() -> None:
     dataset = synthetic(DatasetSettings(sequence_length=64, samples=16))
-    assert (dataset.vocab_size, dataset.sequence_length, dataset.max_predictions) == (8192, 64, 10)
+    assert (dataset.vocab_size, dataset.sequence_length, dataset.fields["masked_lm_ids"].shape) == (8192, 64, (10,))
 
 
 @pytest.mark.parametrize("fields", [(), ("input_ids", "labels")])

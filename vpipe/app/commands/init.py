@@ -50,12 +50,10 @@ def run_init(options: argparse.Namespace) -> None:
             except UserError as error:
                 print(error, file=sys.stderr)
 
-    def read_output(text: str) -> Path:
-        return _writable(Path(text), options.force)
-
     if options.path is not None and options.data is not None:
         raise UserError(f"the data is given twice: '{options.path}' and --data {options.data}", hint="leave one out")
-    output = answer(options.output, "Write the config to", "train.yaml", read_output)
+    output = answer(options.output, "Write the config to", "train.yaml",
+                    lambda text: _writable(Path(text), options.force))
     data = answer(options.path if options.data is None else options.data, "Your data: a file, or a folder with files, "
                   f"called {_patterns(_known())}; none takes what is on this machine", "none", _data)
     suited = _datasets(data)

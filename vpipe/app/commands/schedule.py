@@ -326,11 +326,9 @@ def parse_costs(text: str) -> RankCosts:
         raise UserError(f"--costs has {counted(len(parts), 'number')}, not 3 to 5: '{text}'", hint=hint)
     values = []
     for part in parts:
-        if _NUMBER.fullmatch(part.strip()) is None:
-            raise UserError(f"--costs has '{part}', which is no number", hint=hint)
-        value = _fraction(part)
-        if value is None or not (value == 0 or Fraction(1, 10**9) <= value <= 10**9):
-            raise UserError(f"--costs has {part}", hint="give numbers from 0 to 1e9, and none but 0 below 1e-9")
+        value = Fraction(part.strip()) if _NUMBER.fullmatch(part.strip()) else -1
+        if not (value == 0 or Fraction(1, 10**9) <= value <= 10**9):
+            raise UserError(f"--costs has '{part}', which is neither 0 nor a number from 1e-9 to 1e9", hint=hint)
         values.append(value)
     if not values[0] or not values[1] + values[2]:
         raise UserError(f"--costs has a forward of {number(values[0])} and a backward of "
@@ -338,16 +336,5 @@ def parse_costs(text: str) -> RankCosts:
     return RankCosts(*(int(value) if value.denominator == 1 else value for value in values))
 
 
-def _fraction(text: str) -> Fraction | None:
-    """Return the exact value of a number of :data:`_NUMBER`'s form; None for one that is out of all proportion."""
-    _, _, exponent = text.lower().partition("e")
-    if len(text) > 32 or abs(int(exponent or 0)) > 32:
-        return None
-    try:
-        return Fraction(text.strip())
-    except ZeroDivisionError:
-        return None
-
-
-_NUMBER = re.compile(r"[+-]?(\d+/\d+|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE | re.ASCII)
-"""A whole number, a decimal one or a fraction."""
+_NUMBER = re.compile(r"\+?(?=.{1,32}$)(\d+/0*[1-9]\d*|(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?)", re.IGNORECASE | re.ASCII)
+"""A whole number, a decimal one or a fraction, whose exact value has few digits."""

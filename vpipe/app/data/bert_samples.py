@@ -13,17 +13,15 @@ are 0 where there is no token; in ``masked_lm_ids`` a 0 marks an unused predicti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.app.data.dataset import Field, Split
-from vpipe.app.data.epoch import Array, ArrayDataset, seeded_generator
+from vpipe.app.data.dataset import Field
+from vpipe.app.data.epoch import Array, seeded_generator
 from vpipe.app.data.tokenizers import CLS, MASK, SEP, SPECIAL, token_id
 from vpipe.app.progress import progress
 from vpipe.errors import UserError
@@ -79,7 +77,6 @@ def check_lengths(sequence_length: int, max_predictions: int) -> None:
                         hint=f"the usual value is 15 %: {default_max_predictions(sequence_length)}")
 
 
-Ids = NDArray[np.int32]
 _ROWS_AT_ONCE = 4096  # bounds the memory of the random numbers
 
 
@@ -228,13 +225,3 @@ def pack(pairs: Sequence[SentencePair], sequence_length: int, *, cls: int, sep: 
         segments[row, first:length] = 1
     labels = np.array([pair.is_random for pair in pairs], dtype=STORAGE["next_sentence_labels"])
     return {"input_ids": ids, "input_mask": mask, "segment_ids": segments, "next_sentence_labels": labels}
-
-
-class BertDataset(ArrayDataset):
-    """Give BERT's fields of an :class:`~vpipe.app.data.epoch.ArrayDataset`, up to ``max_predictions`` masked."""
-
-    def __init__(self, vocab_size: int, sequence_length: int, max_predictions: int, counts: Mapping[Split, int],
-                 load: Callable[[Split, str], Array], tokenizer_path: Path | None = None) -> None:
-        super().__init__(vocab_size, sequence_length, partial(bert_fields, sequence_length, max_predictions), counts,
-                         load, tokenizer_path)
-        self.max_predictions = max_predictions

@@ -57,7 +57,17 @@ def saved_splits(path: Path) -> dict[str, Any]:
     Raises:
         UserError: a split has another name than publishers use; the folder cannot be read, or ``datasets`` is missing.
     """
-    found = _splits(path)
+    try:
+        load_from_disk: Callable[[str], Any] = import_module("datasets").load_from_disk
+    except ImportError as error:
+        raise UserError(f"reading {path} needs the package datasets, which cannot be imported: {error}",
+                        hint="install it: pip install datasets") from error
+    try:
+        loaded = load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"the package datasets cannot read {path}: {error}",
+                        hint="save the data set again, with this version of the package") from error
+    found = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
     for name in found:
         if name and name not in PARTS:
             raise UserError(f"the data set in {path} has a split '{name}'; known are {', '.join(PARTS)}",
@@ -79,18 +89,3 @@ def _read(path: Path) -> Iterator[Document]:
                                 hint="keep the texts in that column, as strings", where=str(path))
             if text.strip():
                 yield Document(text, PARTS.get(name))
-
-
-def _splits(path: Path) -> dict[str, Any]:
-    """Return rows by the name of their split; a folder of a single one has no names."""
-    try:
-        load_from_disk: Callable[[str], Any] = import_module("datasets").load_from_disk
-    except ImportError as error:
-        raise UserError(f"reading {path} needs the package datasets, which cannot be imported: {error}",
-                        hint="install it: pip install datasets") from error
-    try:
-        loaded = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"the package datasets cannot read {path}: {error}",
-                        hint="save the data set again, with this version of the package") from error
-    return dict(loaded) if isinstance(loaded, dict) else {"": loaded}

@@ -74,14 +74,6 @@ def keys_read(name: str) -> Collection[str]:
     return _reads[name]
 
 
-def prepare(name: str, settings: DatasetSettings) -> int:
-    """Make the data set in one process before the ranks start, which then find the work done; return the vocabulary.
-
-    ``text`` builds its cache, ``bert_hdf5`` checks its shards; torch is imported only when tensors are asked for.
-    """
-    return dataset_named(name)(settings).vocab_size
-
-
 @cache
 def _find_own() -> None:
     """Import every module of this folder, so that its decorators run."""

@@ -6,16 +6,16 @@ Extras and packages add samples for models that read other fields (:class:`~vpip
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from zlib import crc32
 
 import numpy as np
 
 from vpipe.app.data.bert_samples import (
     STORAGE,
-    BertDataset,
     Samples,
     SentencePair,
+    bert_fields,
     check_lengths,
     default_max_predictions,
     mask_tokens,
@@ -23,7 +23,15 @@ from vpipe.app.data.bert_samples import (
 )
 from vpipe.app.data.corpus import SOURCES
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split
-from vpipe.app.data.epoch import INPUT_IDS, POSITIONS, Array, TokenDataset, for_language_model, seeded_generator
+from vpipe.app.data.epoch import (
+    INPUT_IDS,
+    POSITIONS,
+    Array,
+    ArrayDataset,
+    TokenDataset,
+    for_language_model,
+    seeded_generator,
+)
 from vpipe.app.data.registry import register_dataset
 from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
@@ -57,7 +65,7 @@ _TEST_SHARE = 8  # one test sample for so many training samples
 
 
 def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
-                   max_predictions: int | None = None, batch_size: int = 1) -> BertDataset:
+                   max_predictions: int | None = None, batch_size: int = 1) -> ArrayDataset:
     """Return ``samples`` training samples of random words, half a length to a full one, and some test samples.
 
     Those are an eighth as many, but no fewer than ``batch_size``. The arguments decide every value. Values are made
@@ -80,7 +88,8 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
                     words=np.arange(_SPECIAL, vocab_size, dtype=np.int32), rng=rng)
         return fields
 
-    return BertDataset(vocab_size, sequence_length, predictions, counts, lambda split, field: made(split)[field])
+    return ArrayDataset(vocab_size, sequence_length, partial(bert_fields, sequence_length, predictions), counts,
+                        lambda split, field: made(split)[field])
 
 
 def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[SentencePair]:

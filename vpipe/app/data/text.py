@@ -23,8 +23,8 @@ import numpy as np
 
 from vpipe.app.data.bert_samples import (
     STORAGE,
-    BertDataset,
     Samples,
+    bert_fields,
     check_lengths,
     default_max_predictions,
     make_samples,
@@ -32,7 +32,7 @@ from vpipe.app.data.bert_samples import (
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states
 from vpipe.app.data.corpus import SOURCES, Corpus, Document, token_dataset
 from vpipe.app.data.dataset import SPLITS, Dataset, DatasetSettings, Split
-from vpipe.app.data.epoch import Array, first_samples, for_language_model
+from vpipe.app.data.epoch import Array, ArrayDataset, first_samples, for_language_model
 from vpipe.app.data.local_corpus import PROSE_PACKAGES, Sentences, machine_prose
 from vpipe.app.data.plain_text import read_blocks, read_documents, text_files
 from vpipe.app.data.registry import register_dataset
@@ -173,15 +173,16 @@ def _build(wanted: BertTextSettings, folder: Path) -> dict[str, Any]:
     return corpus.facts(wanted)
 
 
-def bert_text(settings: DatasetSettings) -> BertDataset:
+def bert_text(settings: DatasetSettings) -> ArrayDataset:
     """Prepare (or find prepared) samples and open them all, so that the folder may go; length -1 means 128 tokens."""
     wanted = BertTextSettings(settings.path, 128 if settings.sequence_length == -1 else settings.sequence_length,
                               settings.vocab_size, settings.max_predictions, settings.seed, settings.tokenizer)
     cache = prepare_text(wanted, settings.cache_directory)
     opened = {(split, field): cache.array(split, field) for split in SPLITS for field in STORAGE}
-    return BertDataset(cache.vocab_size, wanted.sequence_length, wanted.predictions,
-                       first_samples({split: cache.samples(split) for split in SPLITS}, settings.samples),
-                       lambda split, field: opened[split, field], cache.tokenizer_path)
+    return ArrayDataset(cache.vocab_size, wanted.sequence_length,
+                        partial(bert_fields, wanted.sequence_length, wanted.predictions),
+                        first_samples({split: cache.samples(split) for split in SPLITS}, settings.samples),
+                        lambda split, field: opened[split, field], cache.tokenizer_path)
 
 
 def text_corpus(folder: Path | None, language: str | None = None) -> Corpus:

@@ -107,8 +107,9 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
                 now = end_s
             evaluation = next(evaluations, None)
         if done.start_s > now:
+            # The next action that waits for something itself.
             upcoming = next((later for at in range(number, len(track.actions))
-                             if not _is_handed((later := track.actions[at]).op)), None)
+                             if (later := track.actions[at]).op.transfer is None and not later.op.chooses), None)
             made = None if upcoming is None else producers.awaited(upcoming, track.rank)
             # Before the first action of a rank the pipeline fills.
             yield from _idle(now, done.start_s, done, made, Cause.DISPATCH if number else Cause.SCHEDULE)
@@ -119,11 +120,6 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
         now = done.end_s
     if track.reaches_end and recording.end_s > now:
         yield TimeSlice(now, recording.end_s, Cause.SCHEDULE, None)
-
-
-def _is_handed(kind: kinds.Kind) -> bool:
-    """Tell whether an action waits for nothing itself."""
-    return kind.transfer is not None or kind.chooses
 
 
 def _idle(start_s: float, end_s: float, done: RecordedAction, made: _Produced | None,
