@@ -18,7 +18,7 @@ from vpipe.app.data import corpus as token_cache
 from vpipe.app.data.code_search_net import code_search_net
 from vpipe.app.data.corpus import Corpus, Document, prepare_tokens
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split, Tokenized
-from vpipe.app.data.epoch import TokenDataset, for_language_model, samples_in
+from vpipe.app.data.epoch import TokenDataset, samples_in
 from vpipe.app.data.local_corpus import machine_functions
 from vpipe.app.data.synthetic import synthetic, synthetic_tokens
 from vpipe.app.data.text import text
@@ -113,7 +113,6 @@ def test_synthetic_makes_what_the_model_reads() -> None:
     assert list(gpt.fields) == ["input_ids", "labels"]
     assert (gpt.vocab_size, gpt.samples("train"), gpt.samples("test")) == (300, 16, 2)
     assert next(gpt.batches("train", 16, seed=0))["labels"].max() > 255
-    assert not for_language_model(("input_ids", "masked_lm_ids"))
 
 
 def test_impossible_sizes_are_errors() -> None:

@@ -129,11 +129,6 @@ def first_samples(counts: Mapping[Split, int], samples: int | None) -> dict[Spli
     return dict(counts) if samples is None else {**counts, "train": min(counts["train"], samples)}
 
 
-def for_language_model(fields: Collection[str]) -> bool:
-    """Return whether a model that reads these fields predicts the next token, which BERT does not."""
-    return LABELS in fields
-
-
 def samples_in(tokens: int, sequence_length: int) -> int:
     """Return the number of samples in so many tokens. Raises :class:`UserError` for a length that no sample can have.
     """

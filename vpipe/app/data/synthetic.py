@@ -25,11 +25,11 @@ from vpipe.app.data.corpus import SOURCES
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split
 from vpipe.app.data.epoch import (
     INPUT_IDS,
+    LABELS,
     POSITIONS,
     Array,
     ArrayDataset,
     TokenDataset,
-    for_language_model,
     seeded_generator,
 )
 from vpipe.app.data.registry import register_dataset
@@ -131,7 +131,7 @@ def synthetic(settings: DatasetSettings) -> Dataset:
             found: Dataset | None = kind().synthetic(settled)
             if found is not None:
                 return found
-    if for_language_model(settings.fields):
+    if LABELS in settings.fields:  # which a model that predicts the next token reads, and BERT does not
         counts = sample_counts(samples, size)
         return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed,
                                 end=0 if POSITIONS in settings.fields else None)

@@ -32,7 +32,7 @@ from vpipe.app.data.bert_samples import (
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states
 from vpipe.app.data.corpus import SOURCES, Corpus, Document, token_dataset
 from vpipe.app.data.dataset import SPLITS, Dataset, DatasetSettings, Split
-from vpipe.app.data.epoch import Array, ArrayDataset, first_samples, for_language_model
+from vpipe.app.data.epoch import LABELS, Array, ArrayDataset, first_samples
 from vpipe.app.data.local_corpus import PROSE_PACKAGES, Sentences, machine_prose
 from vpipe.app.data.plain_text import read_blocks, read_documents, text_files
 from vpipe.app.data.registry import register_dataset
@@ -226,7 +226,7 @@ def _text_in(language: str) -> Corpus:
 @register_dataset("text", files=("*.txt",))
 def text(settings: DatasetSettings) -> Dataset:
     """Return samples for the model that reads ``settings.fields``. Raises :class:`UserError` for impossible text."""
-    if for_language_model(settings.fields):
+    if LABELS in settings.fields:  # which a model that predicts the next token reads, and BERT does not
         return token_dataset(text_corpus(settings.path, settings.language), settings)
     if settings.language is not None and settings.path is None:
         raise UserError(f"dataset.language is {settings.language}, but BERT's samples are made of prose, which is "
