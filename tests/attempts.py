@@ -29,6 +29,6 @@ def go_on(run: Path, *settings: str, at: int | None = None, config: Path | None 
     start = find_resume_point(run if at is None else run / "checkpoints" / f"step-{at}")
     job = Job.from_config(resumed_config(start, config, settings))
     assert prepare_run(start, job) == run
-    train(job, run, start.checkpoint)
+    train(job, run, start)
     unlock_runs()
     return job

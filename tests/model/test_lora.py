@@ -142,7 +142,7 @@ def test_there_and_back(peft: Any, family: str, targets: list[str] | None, tmp_p
         tmp_path, model__name=family, model__preset=None, model__hidden_size=None, model__vocab_size=WORDS,
         model__config_file="start/config.json", model__lora={"rank": 4, "alpha": 8, "targets": targets},
         checkpoint__at_end=True), []))
-    train(job, run := prepare_run(start, job), start.checkpoint)
+    train(job, run := prepare_run(start, job), start)
     unlock_runs()
     assert "random" not in capsys.readouterr().err
     assert main(["checkpoint", "export", str(run), "--format", "peft", "-o", "adapter"]) == 0

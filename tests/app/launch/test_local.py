@@ -222,7 +222,7 @@ def test_gloos_interface_is_the_chosen_one_before_the_found_one(monkeypatch: pyt
     found = HostRanks({0: 0}, 1, "127.0.0.1", 1, "eth0", 1, interface_found=True).environment(0)
     assert found["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "NCCL_SOCKET_IFNAME" not in found  # as it is
-    chosen = HostRanks.alone(1, 1, 1, address="10.0.0.1", interface="eth1").environment(0)
+    chosen = HostRanks({0: 0}, 1, "10.0.0.1", 1, "eth1", 1).environment(0)
     assert (chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
     assert chosen["MASTER_ADDR"] == "10.0.0.1"
 

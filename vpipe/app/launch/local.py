@@ -10,13 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from time import monotonic
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import End, find_failure, read_report, read_reports
@@ -26,6 +26,9 @@ from vpipe.app.signals import PARENT_PIPE, STOPS, UNSAVED, status_after
 from vpipe.app.train.run_folder import RUNNING, log_path
 from vpipe.distributed import Fault, RankEnvironment
 from vpipe.errors import RunError, VpipeError, counted
+
+if TYPE_CHECKING:
+    from vpipe.app.launch.ssh import Remote
 
 GRACE_S = 2.0
 """Time after a failure for the other ranks to report what they saw, then again for them to end."""
@@ -60,27 +63,6 @@ class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterru
         return status_after(self.number, saved=self.saved)
 
 
-class RemoteRanks(Protocol):
-    """The ranks of another host, as the launcher of this one sees them."""
-
-    def start(self, folder: Path) -> None:
-        """Start them; what they write is copied into ``folder``."""
-
-    @property
-    def statuses(self) -> Mapping[int, int | None]:
-        """As :attr:`Processes.statuses`. Raises RunError where what they write cannot be kept here."""
-
-    @property
-    def lost(self) -> Mapping[int, End]:
-        """The ends of ranks that were lost with their host."""
-
-    def stop(self, number: int) -> None:
-        """As :meth:`Processes.stop`."""
-
-    def close(self) -> None:
-        """End them; wait until they have ended and all that they wrote is here, or the host is lost."""
-
-
 class Processes:
     """The ranks of this host, ``by_rank``. When this process dies, they end by themselves.
 
@@ -106,12 +88,10 @@ class Processes:
     def _start(self, rank: int, pipe: int) -> Popen[bytes]:
         # The pipe is standard input, which every program hands on to what it wraps. A session of its own keeps
         # Ctrl-C from a rank: the launcher ends it.
-        environment = {**os.environ, **self._ranks.environment(rank), **self._ranks.private, PARENT_PIPE: "0"}
+        environment = {**os.environ, **self._ranks.environment(rank), PARENT_PIPE: "0"}
         command = self._ranks.command(self._folder)
         # Rank 0 shows progress and the summary on the terminal; what others print goes to their logs.
-        if rank == 0:
-            return subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe)
-        with log_path(self._folder, rank).open("ab") as output:
+        with nullcontext() if rank == 0 else log_path(self._folder, rank).open("ab") as output:
             return subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe,
                                     stdout=output, stderr=output)
 
@@ -155,14 +135,14 @@ def _signal_group(process: Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def close_all(groups: Sequence[Processes | RemoteRanks]) -> None:
+def close_all(groups: Sequence[Processes | Remote]) -> None:
     """End all of them, at the same time: a host that is lost is given up after seconds only."""
     with ThreadPoolExecutor(max(1, len(groups))) as pool:
         list(pool.map(lambda group: group.close(), groups))
 
 
 def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
-              elsewhere: Sequence[RemoteRanks] = (), stop_s: float = 0.0,
+              elsewhere: Sequence[Remote] = (), stop_s: float = 0.0,
               waiting: Callable[[], None] = lambda: None, stopped_ranks: StoppedRanks | None = None) -> None:
     """Run one process per rank, here and on other hosts, until all have ended.
 
@@ -183,7 +163,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
     """
     with Signals(passed_on=stop_s > 0) as signals, held(here.port), _meeting(elsewhere) as meeting:
         mine = Processes(replace(here, meeting=meeting), folder)
-        groups: list[Processes | RemoteRanks] = [mine, *elsewhere]
+        groups: list[Processes | Remote] = [mine, *elsewhere]
         try:
             mine.start()
             for other in elsewhere:
@@ -205,7 +185,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
 
 
 @contextmanager
-def _meeting(elsewhere: Sequence[RemoteRanks]) -> Iterator[str | None]:
+def _meeting(elsewhere: Sequence[Remote]) -> Iterator[str | None]:
     """Make the folder where the ranks meet, which only this user may enter; None where some are on other hosts."""
     if elsewhere:
         yield None
@@ -216,7 +196,7 @@ def _meeting(elsewhere: Sequence[RemoteRanks]) -> Iterator[str | None]:
         yield folder
 
 
-def _go_on(groups: Sequence[Processes | RemoteRanks], signals: Signals, stop_s: float, folder: Path) -> bool:
+def _go_on(groups: Sequence[Processes | Remote], signals: Signals, stop_s: float, folder: Path) -> bool:
     """Return whether to wait for the ranks; pass a signal on."""
     statuses = _statuses(groups)
     if signals.first is None:
@@ -294,7 +274,7 @@ def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
     return None
 
 
-def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[RemoteRanks], folder: Path,
+def _failure(groups: Sequence[Processes | Remote], elsewhere: Sequence[Remote], folder: Path,
              describe: Callable[[int], str]) -> VpipeError | Interrupted:
     """Return the failure of the run, once the other ranks had time to report what they saw, and it is known how those
     ended that they found dead; or the signal to a rank for which all stopped.
@@ -321,7 +301,7 @@ def _dying(statuses: Mapping[int, int | None], folder: Path) -> bool:
                and fault.is_death for rank in fault.ranks)
 
 
-def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None]:
+def _statuses(groups: Sequence[Processes | Remote]) -> dict[int, int | None]:
     return {rank: status for group in groups for rank, status in group.statuses.items()}
 
 

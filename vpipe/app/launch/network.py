@@ -15,18 +15,8 @@ from vpipe.errors import UserError
 
 def free_port(wanted: int | None) -> int:
     """Return the port where ranks meet: the one ``wanted``, or a free one. Raises UserError if it is in use."""
-    with _bound(wanted or 0) as probe:
+    with held(wanted or 0) as probe:
         return int(probe.getsockname()[1])
-
-
-@contextmanager
-def held(port: int) -> Iterator[None]:
-    """Keep ``port`` from programs that ask for any free one, while the first rank may still listen on it.
-
-    Linux lets a socket listen on a port to which another is bound that does not listen, when both reuse addresses.
-    """
-    with _bound(port):
-        yield
 
 
 @contextmanager
@@ -42,7 +32,7 @@ def listening(port: int) -> Iterator[None]:
             with suppress(OSError):  # of no connection until now, or of one that is gone
                 listener.accept()[0].close()
 
-    with _bound(port) as bound:
+    with held(port) as bound:
         bound.settimeout(0.1)
         bound.listen(64)
         thread = Thread(target=let_go, args=(bound,), daemon=True)
@@ -54,7 +44,11 @@ def listening(port: int) -> Iterator[None]:
             thread.join()
 
 
-def _bound(port: int) -> socket.socket:
+def held(port: int) -> socket.socket:
+    """Keep ``port`` from programs that ask for any free one, while the first rank may still listen on it.
+
+    Linux lets a socket listen on a port to which another is bound that does not listen, when both reuse addresses.
+    """
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: a port in TIME_WAIT will do
     try:

@@ -105,6 +105,9 @@ def check_alone(command: str, environment: Mapping[str, str]) -> None:
                         "its ranks itself", hint="run it alone, without torchrun or srun")
 
 
+LOOPBACK = "lo" if sys.platform == "linux" else None
+
+
 @dataclass(frozen=True)
 class HostRanks:
     """The ranks of one host, as its launcher starts them.
@@ -143,15 +146,11 @@ class HostRanks:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",), *,
-              devices: Mapping[int, int] | None = None, container: Container | None = None,
-              address: str | None = None, interface: str | None = None,
-              variables: Mapping[str, str] | None = None) -> HostRanks:
-        """Return all ranks on this host; when no address and interface are chosen, by its loopback."""
-        found = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
-        return cls(devices or {rank: rank for rank in range(ranks)}, ranks, address or "127.0.0.1", port,
-                   interface or found, threads, task, container=container, interface_found=interface is None,
-                   variables=variables or {})
+    def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",),
+              container: Container | None = None) -> HostRanks:
+        """Return all ranks on this host, by its loopback, whatever its name resolves to."""
+        return cls({rank: rank for rank in range(ranks)}, ranks, "127.0.0.1", port, LOOPBACK, threads, task,
+                   container=container, interface_found=True)
 
     def command(self, folder: Path | str) -> list[str]:
         """Return what every rank runs; ``folder`` tells it the rest."""
@@ -163,22 +162,17 @@ class HostRanks:
         return self.container.wrapped(["python3", *worker],
                                       bound=[Path(folder), *read, *met, *map(Path, imported_files())])
 
-    @property
-    def private(self) -> dict[str, str]:
-        """The part of every rank's environment that is not to be shown."""
-        return {RankEnvironment.SECRET: self.secret, RankEnvironment.MEETING: self.meeting or ""}
-
     def environment(self, rank: int) -> dict[str, str]:
         """Return what else is set for a rank, beside what this process has; torchrun's names, with ours."""
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
             "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads),
-            RankEnvironment.RUN: self.run}
+            RankEnvironment.RUN: self.run, RankEnvironment.SECRET: self.secret,
+            RankEnvironment.MEETING: self.meeting or ""}
         if IMPORTS in os.environ:
             variables[IMPORTS] = os.environ[IMPORTS]
         if self.interface is not None:
-            variables |= {name: value for name, value in interface_variables(self.interface).items()
-                          if not (self.interface_found and name in os.environ)}
+            variables |= interface_variables(self.interface, found=self.interface_found)
         if self.host is not None:
             variables[RankEnvironment.HOST] = self.host
         if self.container is not None:
@@ -194,18 +188,17 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, *task: str) -> H
     Raises:
         UserError: there is no container, the port is in use, or other hosts have no way to reach this one.
     """
-    port = free_port(config.parallel.master_port)
-    container = Container.from_config(config) if config.container else None
-    threads, parallel = config.training.threads, config.parallel
-    if hosts is None or not hosts.others:
-        devices = None if hosts is None else hosts.on(None)
-        return HostRanks.alone(ranks, port, threads, task, devices=devices, container=container,
-                               address=parallel.master_address, interface=parallel.interface,
-                               variables=variables_of_packages(config))
-    address = parallel.master_address or Host(hosts.first).address_for([host_of(login) for login in hosts.others])
-    return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
-                     task, host=hosts.first, container=container, interface_found=parallel.interface is None,
-                     variables=variables_of_packages(config))
+    parallel = config.parallel
+    here = HostRanks.alone(ranks, free_port(parallel.master_port), config.training.threads, task,
+                           Container.from_config(config))
+    address, interface = parallel.master_address or here.address, parallel.interface or here.interface
+    if hosts is not None and hosts.others:
+        address = parallel.master_address or Host(hosts.first).address_for([host_of(login) for login in hosts.others])
+        interface = parallel.interface or interface_towards(address)
+        here = replace(here, host=hosts.first)
+    return replace(here, devices=here.devices if hosts is None else hosts.on(None), address=address,
+                   interface=interface, interface_found=parallel.interface is None,
+                   variables=variables_of_packages(config))
 
 
 def variables_of_packages(config: Config) -> dict[str, str]:
@@ -213,9 +206,10 @@ def variables_of_packages(config: Config) -> dict[str, str]:
     return {name: value for kind in ADDITIONS.added() for name, value in kind().rank_variables(config).items()}
 
 
-def interface_variables(interface: str) -> dict[str, str]:
-    """Return what tells gloo and nccl the network interface."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+def interface_variables(interface: str, *, found: bool) -> dict[str, str]:
+    """Return what tells gloo and nccl the network interface; if nobody chose it, only what the environment lacks."""
+    return {name: interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            if not (found and name in os.environ)}
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -78,7 +78,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         environment = RankEnvironment.parse(os.environ)
         assert environment is not None, "the launcher has described it"
         startup, start = _Startup(environment), ResumePoint(folder, Path(*arguments)) if arguments else None
-        return _train(startup.agree(config, start), folder, start)
+        return train(startup.agree(config, start), folder, start)
 
     stopped, failure = _run_logged(work, folder, rank)
     if failure is not None:
@@ -173,7 +173,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
 
     def work() -> Stopped | None:
         keep_memory_for(job.config)
-        return _train(job, folder, point)
+        return train(job, folder, point)
 
     stopped, failure = _run_logged(work, folder, rank.rank)
     if failure is not None:
@@ -188,10 +188,6 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         print(f"run folder: {folder}", flush=True)
     if status := stopped_status(rank.rank, stopped):
         raise SystemExit(status)
-
-
-def _train(job: Job, folder: Path, start: ResumePoint | None) -> Stopped | None:
-    return train(job, folder) if start is None else train(job, folder, start.checkpoint, start.manifest)
 
 
 # -- before the training -------------------------------------------------------------------------------------------
@@ -341,13 +337,11 @@ def _for_ranks(config: Config, rank: RankEnvironment) -> Config:
 
 def _choose_interface(config: Config, address: str) -> None:
     """Let gloo and nccl use the config's network interface, or the one on the route to the other hosts."""
-    interface = config.parallel.interface
+    interface = chosen = config.parallel.interface
+    if chosen is None and interface_variables("", found=True):  # else the starter's script may know better
+        interface = interface_towards(address)
     if interface is not None:
-        os.environ.update(interface_variables(interface))
-    elif not interface_variables("").keys() <= os.environ.keys():  # the starter's script may know better
-        found = interface_towards(address)
-        for name, value in interface_variables(found).items() if found is not None else ():
-            os.environ.setdefault(name, value)
+        os.environ.update(interface_variables(interface, found=chosen is None))
 
 
 def _folder_here(folder: Path, job: Job) -> Path:

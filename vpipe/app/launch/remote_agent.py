@@ -217,7 +217,7 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
     check_reachable(address, port, REACH_S)
     return HostRanks({int(rank): int(device) for rank, device in run["devices"].items()}, int(run["world"]), address,
                      port, interface, config.training.threads, tuple(map(str, run["task"])), str(run["host"]),
-                     Container.from_config(config) if config.container else None,
+                     Container.from_config(config),
                      interface_found=config.parallel.interface is None, run=str(run["run"]),
                      secret=str(run["secret"]), variables=variables_of_packages(config))
 

@@ -32,12 +32,13 @@ from vpipe.app.train.job import OBSERVERS, Job, device_of
 from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
+from vpipe.app.train.resume import ResumePoint
 from vpipe.app.train.run_folder import FACTS, SUMMARY, replace_text, running
 from vpipe.app.train.summary import RunFigures, delay_line, delay_warning, evaluation_text, size_lines, summary
 from vpipe.app.train.torch_profiler import TorchProfiler
 from vpipe.app.train.trace_writer import TraceWriter
 from vpipe.app.visualize.table import csv_text
-from vpipe.checkpoint import Checkpoints, Manifest
+from vpipe.checkpoint import Checkpoints
 from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.runtime import StageUsage, Step
@@ -51,14 +52,15 @@ log = logging.getLogger("vpipe")
 Batch = Mapping[str, Tensor]
 
 
-def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Manifest | None = None) -> Stopped | None:
+def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
 
     All ranks call this. The run ends with an evaluation, after the steps or the minutes of the config. When any rank
     gets a signal, all ranks stop after the same step and save.
 
     Args:
-        checkpoint: to resume from; ``folder`` is prepared for that (:func:`~vpipe.app.train.resume.prepare_run`).
+        start: whose checkpoint to resume from; ``folder`` is prepared for that
+            (:func:`~vpipe.app.train.resume.prepare_run`).
 
     Returns:
         The signal that stopped the run before its end; None at its end.
@@ -69,21 +71,20 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Mani
     """
     torch.set_num_threads(job.config.training.threads)
     try:
-        return _train(job, folder, checkpoint, manifest)
+        return _train(job, folder, start or ResumePoint(None, None))
     finally:
         watch.forget_stop()  # a request to stop concerns this run alone, even one from before its first step
 
 
-def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest | None) -> Stopped | None:
+def _train(job: Job, folder: Path, start: ResumePoint) -> Stopped | None:
     devices = join_world(**job.config.parallel.joining)
     first = devices.rank == 0
     if first:
         print(f"{size_lines(job)}\n{devices.line(job.config.parallel.shared_memory)}", flush=True)
     log.info("rank %d computes on %s", devices.rank, devices.own)
     with running(folder) if first else nullcontext():
-        if checkpoint is not None:
-            manifest = manifest or Manifest.load(checkpoint)
-            job = replace(job, steps_done=manifest.step, samples_done=manifest.samples)
+        if start.manifest is not None:
+            job = replace(job, steps_done=start.manifest.step, samples_done=start.manifest.samples)
         if job.config.parallel.to_plan:
             from vpipe.app.train.planning import plan_job  # slow to import
 
@@ -92,10 +93,10 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
         if first and (line := delay_line(job)) is not None:
             print(line, flush=True)
         pipe = build_pipeline(job)
-        if checkpoint is not None and manifest is not None:
-            with message_if_slow(f"reading {checkpoint.name}", first):
+        if start.checkpoint is not None and start.manifest is not None:
+            with message_if_slow(f"reading {start.checkpoint.name}", first):
                 try:
-                    line = restore(pipe, job, checkpoint, manifest)
+                    line = restore(pipe, job, start.checkpoint, start.manifest)
                 except UserError as error:  # of a copy on this rank's host, or damaged since its files were hashed
                     raise StartError.all_of(error.problems) from None
             if first and line is not None:
