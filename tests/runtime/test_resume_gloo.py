@@ -24,7 +24,7 @@ pytestmark = pytest.mark.jobs
 def train_in(*, folder: str, checkpoint: str | None) -> str | None:
     """Train as the config in a run's folder says."""
     return train(Job.from_config(load_config(Path(folder) / "config.yaml")), Path(folder),
-                 None if checkpoint is None else Path(checkpoint))
+                 None if checkpoint is None else ResumePoint(Path(folder), Path(checkpoint)))
 
 
 CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
@@ -48,7 +48,7 @@ def go_on(run: Path, *settings: str, at: int, world: World | None = None) -> Non
 
 def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
     if world is None:
-        train(Job.from_config(load_config(run / "config.yaml")), run, checkpoint)
+        train(Job.from_config(load_config(run / "config.yaml")), run, ResumePoint(run, checkpoint))
     else:
         said = world.run(train_in, folder=str(run),
                          checkpoint=None if checkpoint is None else str(checkpoint))

@@ -166,10 +166,7 @@ class RecordedRun:
         loss = found[0] if isinstance(found, tuple) else found
         done = self._pipe.position.updates
         weights = " with averaged weights" if arguments.get("averaged") else ""
-        if weights:
-            self._metrics.averaged_evaluation(done - 1, loss)
-        else:
-            self._metrics.evaluation(done - 1, loss)
+        self._metrics.evaluation(done - 1, None if weights else loss, loss if weights else None)
         self._progress.note(f"evaluation loss{weights} after update {done}: {loss:.4f}")
         return found
 

@@ -61,7 +61,7 @@ def test_a_checkpoint_that_is_damaged_where_a_rank_reads_it_is_a_users_mistake(r
     [shard] = start.checkpoint.glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-100])  # after its files were hashed, or on another host
     with pytest.raises(StartError, match="cannot read the checkpoint"):
-        train(Job.from_config(resumed_config(start, None, [])), ready(start), start.checkpoint)
+        train(Job.from_config(resumed_config(start, None, [])), ready(start), start)
 
 
 class Killed(BaseException):

@@ -11,6 +11,7 @@ from small_run import job_of, losses
 
 from vpipe.app.config.config import Config
 from vpipe.app.train.loop import train
+from vpipe.app.train.resume import ResumePoint
 from vpipe.app.train.torch_profiler import profile_name
 from vpipe.errors import UserError
 from vpipe.runtime import action_recorder as labels
@@ -84,7 +85,8 @@ def test_one_step_is_profiled_and_the_run_ends_in_good_order(
     assert any("Backward" in name for name in within(by_name["1B7"], found))
 
     (profiled / "profiler_1f1b").rename(tmp_path / "kept")
-    train(job, profiled, profiled / "checkpoints" / "step-2")  # goes on to its end, and profiles no more
+    start = ResumePoint(profiled, profiled / "checkpoints" / "step-2")
+    train(job, profiled, start)  # goes on to its end, and profiles no more
     assert losses(profiled) == losses(plain)
     assert not list(profiled.glob("profiler_*"))
 

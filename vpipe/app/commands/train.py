@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any
 
 from vpipe.app.command_line import Setting
 from vpipe.app.commands.trace import write_report
@@ -34,32 +34,26 @@ def run_train(options: argparse.Namespace) -> None:
         unlock_runs()
 
 
-class _MeetingKeys(NamedTuple):
-    """The keys of a config that each rank must read before it meets rank 0, which reads all others for all ranks."""
-
-    container: str | None = None
-    address: str | None = None
-    port: int | None = None
-
-
 def _train(options: argparse.Namespace) -> None:
     config: Config | VpipeError | None = None
-    start, keys = None, _MeetingKeys()
+    start, container, address, port = None, None, None, None
     try:
         import_files(options.imports)
         start = _resume_point(options)
         if {"RANK", "SLURM_PROCID"} & os.environ.keys():
-            keys = _meeting_keys(options, start)
+            container, address, port = _meeting_keys(options, start)
     except VpipeError as error:
         config = error
     try:
-        rank = RankEnvironment.parse(os.environ, keys.address, keys.port)
+        rank = RankEnvironment.parse(os.environ, address, port)
     except VpipeError as wrong:
         raise config if isinstance(config, VpipeError) else wrong from None
     first = rank is None or rank.rank == 0
-    if config is None and (first or keys.container):
+    if config is None and (first or container):
         try:
-            config = _config(options, start, started=rank is not None)
+            settings = [*(text for kind in ADDITIONS.added() for text in kind().settings()), *options.settings]
+            config = configs.load_config(options.config, settings, started=rank is not None) if start is None else \
+                resumed_config(start, options.config, settings, rank is not None)
             if first:
                 _note_form(options, config)
                 _check_intact(start)
@@ -80,17 +74,18 @@ def _train(options: argparse.Namespace) -> None:
             write_report(folder)
 
 
-def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> _MeetingKeys:
-    """Return these keys as the config has them; none of one that cannot be read, which rank 0 reports."""
+def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> tuple[Any, str | None, int | None]:
+    """Return what each rank must read of a config before it meets rank 0, which reads all other keys for all ranks: its
+    container, and the address and port of rank 0. None of a config that cannot be read, which rank 0 reports.
+    """
     path = start.folder / CONFIG if options.config is None and start is not None and start.folder else options.config
-    if path is None:
-        return _MeetingKeys()
-    with suppress(VpipeError):
-        tree = configs.config_tree(path, options.settings, resolved=options.config is None)
-        address, port = (tree.get(("parallel", key)) for key in ("master_address", "master_port"))
-        return _MeetingKeys(tree.get(("container",)), address if isinstance(address, str) else None,
-                            port if type(port) is int else None)
-    return _MeetingKeys()
+    container, address, port = None, None, None
+    if path is not None:
+        with suppress(VpipeError):
+            tree = configs.config_tree(path, options.settings, resolved=options.config is None)
+            container = tree.get(("container",))
+            address, port = (tree.get(("parallel", key)) for key in ("master_address", "master_port"))
+    return container, address if isinstance(address, str) else None, port if type(port) is int else None
 
 
 def _note_form(options: argparse.Namespace, config: Config) -> None:
@@ -117,13 +112,6 @@ def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
         if started_before is None:
             raise
         return started_before
-
-
-def _config(options: argparse.Namespace, start: ResumePoint | None, *, started: bool) -> Config:
-    settings = [*(setting for kind in ADDITIONS.added() for setting in kind().settings()), *options.settings]
-    if start is None:
-        return configs.load_config(options.config, settings, started=started)
-    return resumed_config(start, options.config, settings, started)
 
 
 def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:

@@ -72,8 +72,15 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         import_files(imported_files())
         config = parse_resolved((folder / CONFIG).read_text())
         keep_memory_for(config)
+        if task == "verify":
+            from vpipe.app.verify import record_rank  # which no training needs
+
+            record_rank(Job.from_config(config, checked=True), folder, int(arguments[0]))
+        elif task == "profile":
+            from vpipe.app.train.planning import profile_rank  # the same
+
+            profile_rank(Job.from_config(config, checked=True), folder, arguments)
         if task != "train":
-            _measure(task, Job.from_config(config, checked=True), folder, arguments)
             return None
         environment = RankEnvironment.parse(os.environ)
         assert environment is not None, "the launcher has described it"
@@ -85,19 +92,6 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         write_report(folder, rank, failure)
     ignore_signals()
     return failure.exit_status if failure is not None else stopped_status(rank, stopped)
-
-
-def _measure(task: str, job: Job, folder: Path, arguments: Sequence[str]) -> None:
-    """Record updates, or profile layers: each loads what no training needs."""
-    if task == "verify":
-        from vpipe.app.verify import record_rank
-
-        record_rank(job, folder, int(arguments[0]))
-    else:
-        assert task == "profile", task
-        from vpipe.app.train.planning import profile_rank
-
-        profile_rank(job, folder, arguments)
 
 
 def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None = None,

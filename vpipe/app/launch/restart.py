@@ -78,19 +78,16 @@ def restart_point(run: Path, start: ResumePoint | None, attempt: str, what: str)
         attempt: ``attempt 2 of 4``.
         what: failed.
     """
-    points = (point for root in checkpoint_roots(run) if (point := newest_intact(run, root)) is not None)
-    point = next(points, None) or ResumePoint(run, None if start is None else start.checkpoint)
+    point = _newest_intact(run) or ResumePoint(run, None if start is None else start.checkpoint)
     where = "starting from the beginning, since there is no checkpoint yet" if point.manifest is None else \
         f"going on from step {point.manifest.step}"
     print(f"{attempt}: {what}; {where}", file=sys.stderr, flush=True)
     return point
 
 
-def newest_intact(run: Path, root: Path) -> ResumePoint | None:
-    """Return the newest checkpoint in ``root`` of which nothing is damaged; one that is skipped is named on
-    stderr.
-    """
-    for checkpoint in reversed(Checkpoints(root).all()):
+def _newest_intact(run: Path) -> ResumePoint | None:
+    """Return the newest checkpoint of a run of which nothing is damaged; one that is skipped is named on stderr."""
+    for checkpoint in (found for root in checkpoint_roots(run) for found in reversed(Checkpoints(root).all())):
         try:
             manifest = Manifest.load(checkpoint)
             with byte_progress(f"checking {checkpoint.name}") as progress:
@@ -302,16 +299,9 @@ def fitted(config: Config, ranks: int) -> Config:
         recompute=AUTO if isinstance(parallel.recompute, tuple) else parallel.recompute)
     there = ranks_of(fit)  # proves that there is such a schedule
     assert there == ranks, f"{there} ranks instead of {ranks}"
-    if (note := other_updates(config, fit)) is not None:
-        print(f"elastic: {note}", file=sys.stderr, flush=True)
-    return fit
-
-
-def other_updates(config: Config, fit: Config) -> str | None:
-    """Return a note on updates that have another number of samples with another number of ranks; None otherwise."""
     before, now = (None if c.parallel.update_every is None or c.parallel.stage_to_rank_map is not None else
                    c.parallel.update_every * c.parallel.data_parallel_size for c in (config, fit))
-    if before is None or now is None or before == now:
-        return None
-    return (f"an update has {counted(now, 'microbatch')} instead of {before}, at the same learning rate, and "
-            "training.max_steps counts updates")
+    if before is not None and now is not None and before != now:
+        print(f"elastic: an update has {counted(now, 'microbatch')} instead of {before}, at the same learning rate, "
+              "and training.max_steps counts updates", file=sys.stderr, flush=True)
+    return fit

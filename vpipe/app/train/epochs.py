@@ -92,11 +92,8 @@ class Epochs:
             return None
         parts = islice(self._microbatches(self.locate(samples).epoch),
                        self.microbatches_done(samples) % (self.batches * self.microbatches), None)
-        return self._grouped(parts, microbatches)
-
-    def _grouped(self, parts: Iterator[NDArray[np.int64]], microbatches: int) -> Iterator[tuple[int, int]]:
-        while step := list(islice(parts, microbatches)):
-            yield sum(map(len, step)), sum(int(part.sum()) for part in step)
+        steps = iter(lambda: list(islice(parts, microbatches)), [])
+        return ((sum(map(len, step)), sum(int(part.sum()) for part in step)) for step in steps)
 
     def _microbatches(self, first: int) -> Iterator[NDArray[np.int64]]:
         for epoch in count(first):

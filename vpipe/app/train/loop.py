@@ -146,7 +146,9 @@ class _TrainingRun:
                 parts = [part for observer in self._observers if (part := observer.summary()) is not None]
                 result = None if stopped is None else Stopped(stopped, self._saving.is_saved)
                 if result is not None:
-                    self._progress.note(self._stop_note(result))
+                    how = f"saved; go on with: vpipe train --resume {quote(str(self._folder))}" if result.saved else \
+                        "not saved"
+                    self._progress.note(f"stopped by {result.by} after {job.step_name} {self._metrics.steps}: {how}")
             pipe.check_replicas()
             counted_steps = len(counted_updates(self._metrics.update_s))
             before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
@@ -245,7 +247,7 @@ class _TrainingRun:
             if self._pause_is_due(step.index, step.index + 1):
                 self._pause(step.index)
             self._before_step()
-        self._drain()
+        self._record(*pipe.drain())
         for observer in self._observers:
             observer.end()
         complete = metrics.steps == job.updates
@@ -294,9 +296,6 @@ class _TrainingRun:
         for observer in self._observers:
             observer.before_step(self._metrics.steps)
 
-    def _drain(self) -> None:
-        self._record(*self._pipe.drain())
-
     def _pause_is_due(self, before: int, steps: int) -> bool:
         return steps != self._job.updates and (self._cadence.saves(before, steps)
                                                or self._cadence.evaluates(before, steps))
@@ -307,7 +306,7 @@ class _TrainingRun:
         Args:
             before: steps that were done at the last pause; draining may complete more.
         """
-        self._drain()
+        self._record(*self._pipe.drain())
         steps = self._metrics.steps
         if steps != self._job.updates:
             if self._cadence.evaluates(before, steps):
@@ -329,11 +328,6 @@ class _TrainingRun:
 
     def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:
         return read_batches(batches, kind, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)
-
-    def _stop_note(self, stopped: Stopped) -> str:
-        steps = self._metrics.steps
-        how = f"saved; go on with: vpipe train --resume {quote(str(self._folder))}" if stopped.saved else "not saved"
-        return f"stopped by {stopped.by} after {self._job.step_name} {steps}: {how}"
 
 
 def _planned_work(job: Job) -> list[float] | None:

@@ -34,7 +34,6 @@ from vpipe.runtime import Step
 
 log = logging.getLogger("vpipe")
 
-Number = float | None
 Line = dict[str, float | str | bool | None]
 
 @dataclass(frozen=True)
@@ -106,11 +105,6 @@ class Metrics:
         return self._last - self._started
 
     @property
-    def attempt_s(self) -> float:
-        """Return the seconds of training up to the last update in this attempt."""
-        return self.time_s - self.past.time_s
-
-    @property
     def recent_update_s(self) -> float:
         """Return the mean seconds of the last updates; 0 before the first."""
         return fmean(self.update_s[-RECENT:]) if self.update_s else 0.0
@@ -153,17 +147,18 @@ class Metrics:
         self._started += now - self._last
         self._last = now
 
-    def evaluation(self, step: int, loss: float, averaged: float | None = None) -> None:
-        """Record an evaluation after update ``step``; its time does not count as training."""
+    def evaluation(self, step: int, loss: float | None, averaged: float | None = None) -> None:
+        """Record an evaluation after update ``step``, its time does not count as training; no ``loss``: with the
+        average of the weights alone.
+        """
         self.exclude_time()
-        self.evaluations.append(Evaluation(step, loss, averaged))
-        self._write({"step": step, "evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_"),
-                     **({} if averaged is None else {AVERAGED: finite(averaged)}), "time_s": round(self.time_s, 4)})
-
-    def averaged_evaluation(self, step: int, loss: float) -> None:
-        """Record an evaluation with the average of the weights alone; its time does not count as training."""
-        self.exclude_time()
-        self._write({"step": step, AVERAGED: finite(loss), "time_s": round(self.time_s, 4)})
+        losses: Line = {}
+        if loss is not None:
+            self.evaluations.append(Evaluation(step, loss, averaged))
+            losses = {"evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_")}
+        if averaged is not None:
+            losses[AVERAGED] = finite(averaged)
+        self._write({"step": step, **losses, "time_s": round(self.time_s, 4)})
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers of a script's own after update ``step``."""
@@ -301,7 +296,7 @@ class ProgressBar:
         self._bar.close()
 
 
-def finite(value: float) -> Number:
+def finite(value: float) -> float | None:
     """Return the value for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
 

@@ -271,20 +271,16 @@ def _next_root(config: Config, run: Path) -> Path:
         UserError: it holds checkpoints of another run, which would be overwritten.
     """
     root = absolute_path(checkpoints_root(config, run))
-    other = None if root.is_relative_to(run) else _made_by(root)
-    if other is not None and (other / CONFIG).is_file() and not other.samefile(run):
+    for path in [] if root.is_relative_to(run) else reversed(Checkpoints(root).all()):
+        with suppress(UserError):  # the newest that can be read says whose they are
+            other = Manifest.load(path).arrangement.get(RUN)
+            break
+    else:
+        return root
+    if isinstance(other, str) and (Path(other) / CONFIG).is_file() and not Path(other).samefile(run):
         raise UserError(f"the checkpoints in '{root}' are those of another run, '{other}'",
                         hint="resume that one, or set checkpoint.directory to another folder")
     return root
-
-
-def _made_by(root: Path) -> Path | None:
-    """Return the run that made the newest readable checkpoint in a folder."""
-    for path in reversed(Checkpoints(root).all()):
-        with suppress(UserError):
-            made_by = Manifest.load(path).arrangement.get(RUN)
-            return Path(made_by) if isinstance(made_by, str) else None
-    return None
 
 
 def _move_later(root: Path, steps: int, attempt: str) -> list[str]:

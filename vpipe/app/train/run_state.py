@@ -112,8 +112,9 @@ class RunState:
             summary = None  # or of the attempt before this one, which has made no update yet
         facts = _facts(folder)
         times = _of_summary(summary, facts) if summary is not None else None
-        return cls(folder, lines, evaluation, summary, facts, times or _reported(folder), _silent_s(folder), holder,
-                   is_alive)
+        written = [path.stat().st_mtime for name in (METRICS, CONFIG) if (path := folder / name).exists()]
+        silent_s = max(0.0, time.time() - max(written, default=0.0))
+        return cls(folder, lines, evaluation, summary, facts, times or _reported(folder), silent_s, holder, is_alive)
 
     @property
     def steps(self) -> int:
@@ -127,14 +128,9 @@ class RunState:
         return value if type(value) is int else None
 
     @property
-    def recent(self) -> Sequence[Line]:
-        """Return the lines over which speeds are averaged."""
-        return self.lines[-RECENT:]
-
-    @property
     def update_s(self) -> float | None:
         """Return the mean seconds of a recent update."""
-        return fmean(number(line, "step_s") for line in self.recent) if self.lines else None
+        return fmean(number(line, "step_s") for line in self.lines[-RECENT:]) if self.lines else None
 
     def figure(self, key: str) -> float:
         """Return a figure of the summary; of a run that goes on the mean of a rate or share over recent updates,
@@ -142,7 +138,7 @@ class RunState:
         """
         if self.summary is not None:
             return number(self.summary, key)
-        return mean_figure(self.recent, key)
+        return mean_figure(self.lines[-RECENT:], key)
 
     @property
     def limit_s(self) -> float | None:
@@ -227,11 +223,6 @@ def _exists(process: int) -> bool:
     except PermissionError:
         pass  # another user's
     return True
-
-
-def _silent_s(folder: Path) -> float:
-    written = [path.stat().st_mtime for name in (METRICS, CONFIG) if (path := folder / name).exists()]
-    return max(0.0, time.time() - max(written, default=0.0))
 
 
 def _reported(folder: Path) -> MeanTimes | None:

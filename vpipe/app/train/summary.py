@@ -119,10 +119,8 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
             "" if scale is None else f"; lower training.loss_scale, which is {scale:g}"
             + ", or leave it out" * (not job.config.parallel.asynchronous)))
     losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
-    if losses and figures is not None:
+    if figures is not None and figures.first_loss is not None and figures.last_loss is not None:
         few = averaged_losses(len(losses))
-        assert figures.first_loss is not None, "there are losses"
-        assert figures.last_loss is not None, "there are losses"
         first, last = perplexity(figures.first_loss), perplexity(figures.last_loss)
         lines.append(f"training loss {figures.first_loss:.3f} -> {figures.last_loss:.3f}"
                      + (f", perplexity {compact(first)} -> {compact(last)} "
@@ -130,9 +128,12 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
                      + (f"(mean of the first {few}, mean of the last {few})" if few > 1 else "(the first, the last)"))
     evaluations = [*metrics.past.evaluations, *metrics.evaluations]
     lines += [evaluation_text(job, found.step + 1, found.loss, found.averaged) for found in evaluations]
-    if evaluations and (compared := compared_with_unigrams(job, evaluations[-1].loss)) is not None:
-        lines.append(compared)
-        if figures is not None and learned_by_heart(job, figures.last_loss, evaluations[-1].loss):
+    if evaluations and (text := job.held_out_text) is not None:  # beside a model that sees no context
+        less = text.unigram_entropy - evaluations[-1].loss
+        lines.append(f"that is {abs(less):.2f} nats per token {'below' if less >= 0 else 'above'} the unigram entropy "
+                     f"of the held-out text, {text.unigram_entropy:.2f}")
+        if less < 0 and figures is not None and figures.last_loss is not None and \
+                figures.last_loss <= text.unigram_entropy - BY_HEART:
             lines.append(f"it learned its data by heart: the training loss, {figures.last_loss:.2f}, is far below that "
                          "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
                          "model.dropout or training.weight_decay")
@@ -151,16 +152,6 @@ def evaluation_text(job: Job, steps: int, loss: float, averaged: float | None = 
     return f"evaluation loss after {counted(steps, job.step_name)}: {loss:.4f}{behind}"
 
 
-def compared_with_unigrams(job: Job, loss: float) -> str | None:
-    """Compare a held-out loss with that of a model that sees no context; None without a text of next tokens."""
-    text = job.held_out_text
-    if text is None:
-        return None
-    less = text.unigram_entropy - loss
-    return (f"that is {abs(less):.2f} nats per token {'below' if less >= 0 else 'above'} the unigram entropy of the "
-            f"held-out text, {text.unigram_entropy:.2f}")
-
-
 BALANCED = 0.15
 """Share above the mean of all ranks that a rank may work without being named."""
 
@@ -169,13 +160,6 @@ LANES_ALIKE = 0.05
 
 BY_HEART = 1.0
 """Nats per token by which a model that learned its training text by heart is better on it than one without context."""
-
-
-def learned_by_heart(job: Job, training_loss: float | None, held_out_loss: float) -> bool:
-    """Return whether a model knows its training text, and of another one less than a model without context."""
-    text = job.held_out_text
-    return text is not None and training_loss is not None and \
-        training_loss <= text.unigram_entropy - BY_HEART and held_out_loss > text.unigram_entropy
 
 
 def _figures(job: Job, figures: RunFigures) -> list[str]:
@@ -328,7 +312,7 @@ class RunFigures:
         evaluated = [found.loss for found in (*metrics.past.evaluations, *metrics.evaluations)][-1:]
         return cls(
             ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=size.samples,
-            skipped=metrics.skipped, time_s=metrics.attempt_s, counted_steps=len(counted),
+            skipped=metrics.skipped, time_s=metrics.time_s - metrics.past.time_s, counted_steps=len(counted),
             samples_per_s=per_s[0], tokens_per_s=per_s[1], step_median_s=median(counted),
             step_p95_s=p95(counted), peak=None if efficiency is None else efficiency.peak,
             mfu=None if used is None else used.model, hfu=None if used is None else used.hardware,
