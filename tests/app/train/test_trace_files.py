@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,12 @@ def test_a_run_that_fails_leaves_what_was_done_until_then(tmp_path: Path) -> Non
     assert read_recording(tmp_path).tracks[1].actions
 
 
-def test_a_record_has_a_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_has_a_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("INFO", logger="vpipe")
     pipe = pipeline()
-    with TraceWriter(tmp_path, pipe, 4, limit=12) as trace:
+    monkeypatch.setattr(pipe, "record", partial(pipe.record, 12))
+    with TraceWriter(tmp_path, pipe, 4) as trace:
         for step in pipe.train([{"x": torch.ones(4, 2)}] * 4):
             trace.step(step.index + 1)
         trace.end()

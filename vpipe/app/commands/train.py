@@ -108,26 +108,15 @@ def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
     try:
         return find_resume_point(options.resume)
     except UserError:
-        started_before = _run_of_same_starter(options)
-        if started_before is None:
-            raise
-        return started_before
-
-
-def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:
-    """Return the run of a checkpoint that it has removed since (``checkpoint.keep``), if one starter began both.
-
-    A starter such as torchrun gives the same command with every attempt.
-    """
-    path = absolute_path(options.resume)
-    if path.exists():
-        return None
-    with suppress(VpipeError):
-        start, rank = find_resume_point(path.parent), RankEnvironment.parse(os.environ)
-        starter = None if start.folder is None else Starter.read(start.folder)
-        if starter is not None and rank is not None and rank.agent in starter.agents:
-            return start
-    return None
+        # A starter such as torchrun gives the same command with every attempt: the run that it began may have removed
+        # the checkpoint since (checkpoint.keep).
+        path = absolute_path(options.resume)
+        with suppress(VpipeError):
+            start, rank = find_resume_point(path.parent), RankEnvironment.parse(os.environ)
+            starter = None if start.folder is None or path.exists() else Starter.read(start.folder)
+            if starter is not None and rank is not None and rank.agent in starter.agents:
+                return start
+        raise
 
 
 def _check_intact(start: ResumePoint | None) -> None:

@@ -112,13 +112,13 @@ def _outermost(paths: Sequence[Path]) -> list[Path]:
     return [path for path in absolute if not any(other != path and path.is_relative_to(other) for other in absolute)]
 
 
-def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
+def enter(config: Config, resumed: Sequence[Path | None] = ()) -> None:
     """Replace this process by the same command in the image of the config; return when there is nothing to do.
 
     For processes that torchrun or srun started, which no launcher of vpipe's can wrap.
 
     Args:
-        resumed: folders of the run and the checkpoint to resume.
+        resumed: folders of the run and the checkpoint to resume, where there are any.
     """
     container = Container.from_config(config)
     if container is None:
@@ -127,5 +127,5 @@ def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
     # A flat config names files beside it.
     files = [Path(word).parent for word in (*sys.argv[1:], *imported_files()) if os.path.isfile(word)]
     command = container.wrapped(["python3", "-m", "vpipe", *sys.argv[1:]],
-                                bound=[config.log_directory, *resumed, *files])
+                                bound=[config.log_directory, *filter(None, resumed), *files])
     os.execvpe(command[0], command, {**os.environ, **container.environment})

@@ -8,14 +8,14 @@ from pathlib import Path
 from shlex import quote
 
 from vpipe.app.config.config import Config
-from vpipe.app.config.machines import Hosts, parse_machine
+from vpipe.app.config.machines import parse_machine
 from vpipe.app.errors import LastingError
 from vpipe.app.launch import local
 from vpipe.app.launch.local import Interrupted, StartNotice, StoppedRanks
 from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_gpus, hosts_of, ranks_here, ranks_of
 from vpipe.app.launch.restart import Failure, fitted, give_up_reason, restart_point
-from vpipe.app.launch.ssh import Remote, UnreachableError, connect, prepare
+from vpipe.app.launch.ssh import UnreachableError, connect, prepare
 from vpipe.app.run_log import RunLog
 from vpipe.app.train.resume import ResumePoint, nothing_left, prepare_run, run_config
 from vpipe.app.train.run_folder import checkpoints_root, why_unsaved
@@ -115,7 +115,17 @@ class _Run:
                 away |= error.by_login.keys()
 
     def _attempt(self, away: frozenset[str]) -> None:
-        config, hosts, remotes = self._connected(away)
+        config = self._config
+        if away:
+            machines = tuple(text for text in config.machines or ()
+                             if (entry := parse_machine(text)) and entry[0] not in away)
+            config = fitted(config, len(machines)).model_copy(update={"machines": machines})
+        config = self._planned.get(config.machines, config)
+        hosts = hosts_of(config)
+        free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
+        if config.parallel.asks_for_gpus:  # else torch is not needed yet
+            check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
+        remotes = [] if hosts is None else connect(hosts, config.launch, container=bool(config.container))
         try:
             # torch is slow to import: only when the config is worth it.
             from vpipe.app.train.job import Job, new_run
@@ -141,21 +151,6 @@ class _Run:
                             StoppedRanks(job.config.parallel.timeout_s))
         finally:
             local.close_all(remotes)
-
-    def _connected(self, away: frozenset[str]) -> tuple[Config, Hosts | None, list[Remote]]:
-        """Return the config with the hosts that take part, and the agents of the others."""
-        config = self._config
-        if away:
-            machines = tuple(text for text in config.machines or ()
-                             if (entry := parse_machine(text)) and entry[0] not in away)
-            config = fitted(config, len(machines)).model_copy(update={"machines": machines})
-        config = self._planned.get(config.machines, config)
-        hosts = hosts_of(config)
-        free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
-        if config.parallel.asks_for_gpus:  # else torch is not needed yet
-            check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
-        return config, hosts, [] if hosts is None else \
-            connect(hosts, config.launch, container=bool(config.container))
 
     def failure(self, what: str) -> Failure:
         """Return the failure that ended the attempt."""

@@ -127,7 +127,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
     error = config if isinstance(config, VpipeError) else None
     if isinstance(config, Config) and config.container:
         try:
-            enter(config, [] if start is None else start.folders)
+            enter(config, () if start is None else (start.folder, start.checkpoint))
         except VpipeError as wrong:
             error = wrong
     startup = _Startup(rank, error)

@@ -199,13 +199,15 @@ class Attempt:
                 print(f"{rank.starter} starts the ranks again, but no run of theirs is in "
                       f"'{job.config.log_directory}': this is a new one", file=sys.stderr, flush=True)
         else:
-            failures = _failures(run, restarts)
+            before = Starter.read(run)
+            assert before is not None, "it was found by that"
+            failures = _failures(run, before, restarts)
             resumed = start is not None and start.folder == run  # with its config
             start = restart_point(run, start, f"attempt {2 + max(rank.restarts - 1, len(failures) - 1, 0)}",
                                   failures[-1].what if failures else f"{rank.starter} starts the ranks again")
             record = replace(record, failures=failures)
             if not resumed:
-                job = _next_job(run, job, start, config, rank.ranks)
+                job = _next_job(run, before, job, start, config, rank.ranks)
         checkpoint = None if start is None else start.checkpoint
         return cls(job, start, replace(record, checkpoint="" if checkpoint is None else checkpoint.name))
 
@@ -217,14 +219,13 @@ class Attempt:
         return folder
 
 
-def _next_job(run: Path, job: Job, start: ResumePoint, config: str, ranks: int) -> Job:
+def _next_job(run: Path, before: Starter, job: Job, start: ResumePoint, config: str, ranks: int) -> Job:
     """Return the job of the next attempt: that of the attempt before, with its plan; after a change of the config, the
     job of the new config, partitioned as before where ``parallel`` is the same. Arguments as in :meth:`Attempt.find`.
     """
     from vpipe.app.train.job import Job  # which needs torch
 
-    earlier, before = run_config(run), Starter.read(run)
-    assert before is not None, "it was found by that"
+    earlier = run_config(run)
     same_ranks = ranks_of(earlier) == ranks
     if before.config == config:
         return Job.from_config(earlier) if same_ranks else job
@@ -238,10 +239,8 @@ def _next_job(run: Path, job: Job, start: ResumePoint, config: str, ranks: int) 
     return job
 
 
-def _failures(run: Path, restarts: int | None) -> tuple[Failure, ...]:
+def _failures(run: Path, before: Starter, restarts: int | None) -> tuple[Failure, ...]:
     """Return the failures of a run's attempts. Raises UserError if no attempt is to follow them."""
-    before = Starter.read(run)
-    assert before is not None, "it was found by that"
     error = find_failure(run, "rank {}".format, {})
     if error is None:
         return before.failures  # it was stopped by a signal, or from outside

@@ -275,13 +275,8 @@ class UnreachableError(UserError):
         """Return all that is wrong, as one error."""
         error = cls.all_of([problem for problems in by_login.values() for problem in problems])
         assert isinstance(error, cls)
-        error.by_login = by_login
+        error.by_login = {login: problems for login, problems in by_login.items() if problems}
         return error
-
-
-def _check(found: Mapping[str, Sequence[Problem]]) -> None:
-    if any(found.values()):
-        raise UnreachableError.because({login: problems for login, problems in found.items() if problems})
 
 
 def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[Remote]:
@@ -295,8 +290,10 @@ def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[R
     try:
         for login in hosts.others:
             remotes.append(Remote(login, hosts.on(login), settings))
-        _check({remote.login: remote.problems("hello", hello_s(settings)) or remote.differs(container)
-                for remote in remotes})
+        found = {remote.login: remote.problems("hello", hello_s(settings)) or remote.differs(container)
+                 for remote in remotes}
+        if any(found.values()):
+            raise UnreachableError.because(found)
     except BaseException:
         close_all(remotes)
         raise
@@ -313,4 +310,5 @@ def prepare(remotes: Sequence[Remote], config: str, here: HostRanks) -> None:
         for remote in remotes:
             remote.send_run(config, here)
         found = {remote.login: remote.problems("ready", READY_S) for remote in remotes}
-    _check(found)
+    if any(found.values()):
+        raise UnreachableError.because(found)

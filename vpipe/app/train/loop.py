@@ -70,19 +70,15 @@ def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped |
         RunError: the last checkpoint could not be saved.
     """
     torch.set_num_threads(job.config.training.threads)
-    try:
-        return _train(job, folder, start or ResumePoint(None, None))
-    finally:
-        watch.forget_stop()  # a request to stop concerns this run alone, even one from before its first step
-
-
-def _train(job: Job, folder: Path, start: ResumePoint) -> Stopped | None:
-    devices = join_world(**job.config.parallel.joining)
-    first = devices.rank == 0
-    if first:
-        print(f"{size_lines(job)}\n{devices.line(job.config.parallel.shared_memory)}", flush=True)
-    log.info("rank %d computes on %s", devices.rank, devices.own)
-    with running(folder) if first else nullcontext():
+    with ExitStack() as exits:
+        exits.callback(watch.forget_stop)  # a request to stop concerns this run alone, even one before its first step
+        devices = join_world(**job.config.parallel.joining)
+        first = devices.rank == 0
+        log.info("rank %d computes on %s", devices.rank, devices.own)
+        if first:
+            print(f"{size_lines(job)}\n{devices.line(job.config.parallel.shared_memory)}", flush=True)
+            exits.enter_context(running(folder))
+        start = start or ResumePoint(None, None)
         if start.manifest is not None:
             job = replace(job, steps_done=start.manifest.step, samples_done=start.manifest.samples)
         if job.config.parallel.to_plan:
@@ -190,17 +186,12 @@ class _TrainingRun:
                 note(f"warning: {warning}")
         self._divergence = DivergenceCheck(run, self._saving)
         if pipe.rank == 0:
-            self._write_facts()
-
-    def _write_facts(self) -> None:
-        """Write ``run.json``: what readers of the other files cannot know from them."""
-        job = self._job
-        try:
-            replace_text(self._folder / FACTS, json.dumps({
-                "updates": job.updates, "max_minutes": job.config.training.max_minutes, "ranks": job.homes,
-                "partition": job.cut.partition, "planned_s": _planned_work(job)}))
-        except OSError as error:
-            log.warning("cannot write '%s': %s", self._folder / FACTS, error.strerror)
+            try:  # what readers of the other files cannot know from them
+                replace_text(self._folder / FACTS, json.dumps({
+                    "updates": job.updates, "max_minutes": config.training.max_minutes, "ranks": job.homes,
+                    "partition": job.cut.partition, "planned_s": _planned_work(job)}))
+            except OSError as error:
+                log.warning("cannot write '%s': %s", self._folder / FACTS, error.strerror)
 
     def _summarize(self, figures: RunFigures | None, parts: Sequence[SummaryPart]) -> None:
         """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
@@ -244,7 +235,7 @@ class _TrainingRun:
             self._record(step)
             if step.stop or any(observer.ends_run for observer in self._observers):
                 break
-            if self._pause_is_due(step.index, step.index + 1):
+            if self._cadence(step.index) == step.index + 1:
                 self._pause(step.index)
             self._before_step()
         self._record(*pipe.drain())
@@ -295,10 +286,6 @@ class _TrainingRun:
     def _before_step(self) -> None:
         for observer in self._observers:
             observer.before_step(self._metrics.steps)
-
-    def _pause_is_due(self, before: int, steps: int) -> bool:
-        return steps != self._job.updates and (self._cadence.saves(before, steps)
-                                               or self._cadence.evaluates(before, steps))
 
     def _pause(self, before: int) -> None:
         """Drain the pipeline between two steps; evaluate, then save, so that the checkpoint follows the evaluation.
@@ -462,9 +449,8 @@ class DivergenceCheck:
         newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
         hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
         stage = None if microbatch is None else self._job.cut.count - 1
-        if newest is None:
-            raise LastingError(what, hint=f"{hint}; there is no checkpoint before it", stage=stage,
-                               microbatch=microbatch)
         setting = setting or f"training.learning_rate={self._job.config.training.learning_rate / 2:g}"
-        raise LastingError(what, hint=f"{hint}, and go on from step {Checkpoints.step_of(newest)}, such as: vpipe "
-                           f"train --resume {quote(str(newest))} --set {setting}", stage=stage, microbatch=microbatch)
+        hint += "; there is no checkpoint before it" if newest is None else (
+            f", and go on from step {Checkpoints.step_of(newest)}, such as: vpipe train --resume {quote(str(newest))} "
+            f"--set {setting}")
+        raise LastingError(what, hint=hint, stage=stage, microbatch=microbatch)

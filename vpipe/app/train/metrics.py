@@ -175,10 +175,7 @@ class Metrics:
     def sync(self) -> None:
         """Flush the lines to the disk, before a checkpoint of the same steps; another thread may call this."""
         if self._file is not None:
-            try:
-                self._file.sync()
-            except OSError as error:
-                log.warning("%s may lose lines if this host crashes: %s", self._path, error.strerror)
+            self._file.sync()
 
     def warnings(self) -> list[str]:
         """Return warnings about files and MFU, each once."""
@@ -316,7 +313,7 @@ class LineWriter:
 
     def __init__(self, path: Path, truncate: bool) -> None:
         self.error: str | None = None
-        self._waiting = bytearray()
+        self._path, self._waiting = path, bytearray()
         try:
             self._file: int | None = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0), 0o666)
@@ -334,13 +331,12 @@ class LineWriter:
         self._try()
 
     def sync(self) -> None:
-        """Flush the file to the disk; another thread may call this.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Flush the file to the disk, or warn that the disk failed; another thread may call this."""
         if (file := self._file) is not None:
-            os.fsync(file)
+            try:
+                os.fsync(file)
+            except OSError as error:
+                log.warning("%s may lose lines if this host crashes: %s", self._path, error.strerror)
 
     def close(self) -> None:
         """Try once more to write the lines that wait, and close the file."""

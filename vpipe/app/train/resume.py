@@ -87,12 +87,6 @@ class ResumePoint:
             return self._loaded
         return Checkpoint.open(self.checkpoint).manifest
 
-    @property
-    def folders(self) -> list[Path]:
-        """Return the paths that must exist to resume."""
-        return [path for path in (self.folder, self.checkpoint) if path is not None]
-
-
 def find_resume_point(path: Path) -> ResumePoint:
     """Find the run and the checkpoint that ``--resume`` names: the folder of a run, its checkpoints, or one of them.
 
@@ -110,19 +104,16 @@ def find_resume_point(path: Path) -> ResumePoint:
         raise UserError(f"there is no checkpoint of the run in '{path}': {why_unsaved(config, path)}",
                         where=f"looked in {', '.join(map(str, roots))}",
                         hint=f"start a new run: vpipe train {quote(str(path / CONFIG))}{every}")
-    elsewhere = ResumePoint(None, absolute_path(Checkpoints.find(path)))
-    checkpoint, manifest = elsewhere.checkpoint, elsewhere.manifest
-    assert checkpoint is not None
-    assert manifest is not None
-    if manifest.arrangement.get(IMPORTED):
-        return elsewhere
-    made_by = manifest.arrangement.get(RUN)
-    for run in (checkpoint.parent.parent, *([Path(made_by)] if isinstance(made_by, str) else [])):
+    checkpoint = absolute_path(Checkpoints.find(path))
+    manifest = Checkpoint.open(checkpoint).manifest
+    made_by, imported = (manifest.arrangement.get(key) for key in (RUN, IMPORTED))
+    runs = [checkpoint.parent.parent, *([Path(made_by)] if isinstance(made_by, str) else [])]
+    for run in [] if imported else runs:
         # Only where the run would look for it, too: a copy of a checkpoint is the beginning of another run.
         with suppress(UserError):
             if (run / CONFIG).is_file() and checkpoint.parent in checkpoint_roots(run):
                 return ResumePoint(run, checkpoint, manifest)
-    return elsewhere
+    return ResumePoint(None, checkpoint, manifest)
 
 
 def absolute_path(path: Path) -> Path:
@@ -351,7 +342,11 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     if (folder := start.folder) is None:
         folder = new_run(job)
         if manifest is not None:
-            print(_begins_with(manifest, start), file=sys.stderr, flush=True)
+            tensors, origin = counted(len(manifest.tensors), "tensor"), manifest.arrangement.get("from", "elsewhere")
+            print(f"begins with the weights in '{start.checkpoint}': {tensors} from {origin}"
+                  if manifest.arrangement.get(IMPORTED) else
+                  f"begins with the checkpoint '{start.checkpoint}': {tensors} after step {manifest.step}",
+                  file=sys.stderr, flush=True)
             if warning := other_tokens(manifest, job):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         return folder
@@ -369,14 +364,6 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     if manifest is not None and (changed := changed_keys(manifest, job.config)):
         print(f"changed since step {steps}: {'; '.join(changed)}", file=sys.stderr, flush=True)
     return folder
-
-
-def _begins_with(manifest: Manifest, start: ResumePoint) -> str:
-    """Return ``begins with the weights in 'start': 46 tensors from Hugging Face``."""
-    tensors, arrangement = counted(len(manifest.tensors), "tensor"), manifest.arrangement
-    if arrangement.get(IMPORTED):
-        return f"begins with the weights in '{start.checkpoint}': {tensors} from {arrangement.get('from', 'elsewhere')}"
-    return f"begins with the checkpoint '{start.checkpoint}': {tensors} after step {manifest.step}"
 
 
 def other_tokens(manifest: Manifest, job: Job) -> str | None:

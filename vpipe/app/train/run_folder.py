@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -128,19 +128,21 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[None]:
-    """Lock a run while it trains; the system unlocks it when this process ends.
+def running(folder: Path, name: str = RUNNING) -> Iterator[None]:
+    """Lock a run while it trains, by a file of this ``name``; the system unlocks it when this process ends.
 
     Raises:
         UserError: another process has locked it.
     """
-    file = _lock(folder, RUNNING)
+    file = _lock(folder, name)
     try:
-        _write_holder(file)
+        with suppress(OSError):  # of a full disk: it is locked all the same
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
         with suppress(OSError):
-            (folder / RUNNING).unlink()
+            (folder / name).unlink()
         file.close()
 
 
@@ -154,7 +156,7 @@ def check_not_running(folder: Path) -> None:
         _lock(folder, RUNNING).close()
 
 
-_locked: dict[Path, IO[str]] = {}
+_locked: dict[Path, ExitStack] = {}
 """The runs that this process has locked by :func:`lock_run`."""
 
 
@@ -162,10 +164,7 @@ _locked: dict[Path, IO[str]] = {}
 def unlock_runs() -> None:
     """Unlock all runs that this process has locked by :func:`lock_run`."""
     while _locked:
-        folder, file = _locked.popitem()
-        with suppress(OSError):
-            (folder / LAUNCHED).unlink()
-        file.close()
+        _locked.popitem()[1].close()
 
 
 def lock_run(folder: Path) -> None:
@@ -177,12 +176,13 @@ def lock_run(folder: Path) -> None:
         UserError: another process has locked it, or the run is still going.
     """
     if folder not in _locked:
+        lock = ExitStack()
         try:
-            _locked[folder] = _lock(folder, LAUNCHED)
+            lock.enter_context(running(folder, LAUNCHED))
         except OSError as error:
             raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
                             hint="make it writable, or make room") from None
-        _write_holder(_locked[folder])
+        _locked[folder] = lock
     check_not_running(folder)
 
 
@@ -205,12 +205,6 @@ def _lock(folder: Path, name: str) -> IO[str]:
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 return file
         file.close()  # whoever held it has just removed it
-
-
-def _write_holder(file: IO[str]) -> None:
-    with suppress(OSError):  # of a full disk: it is locked all the same
-        file.truncate(0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def log_path(folder: Path, rank: int) -> Path:

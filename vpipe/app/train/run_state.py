@@ -110,7 +110,10 @@ class RunState:
         summary = last.get("summary")
         if not isinstance(summary, dict) or is_alive or (folder / RUNNING).exists():
             summary = None  # or of the attempt before this one, which has made no update yet
-        facts = _facts(folder)
+        facts: Line = {}
+        with suppress(OSError, ValueError):
+            found = json.loads((folder / FACTS).read_text())
+            facts = found if isinstance(found, dict) else facts
         times = _of_summary(summary, facts) if summary is not None else None
         written = [path.stat().st_mtime for name in (METRICS, CONFIG) if (path := folder / name).exists()]
         silent_s = max(0.0, time.time() - max(written, default=0.0))
@@ -190,13 +193,6 @@ def check_run(folder: Path) -> None:
                     where=f"looked for {CONFIG} and {METRICS}",
                     hint=f"the newest run there: vpipe watch {quote(str(inside[-1]))}" if inside else
                     "give the folder that 'vpipe train' prints as its run folder")
-
-
-def _facts(folder: Path) -> Line:
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / FACTS).read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _holder(folder: Path) -> tuple[str | None, bool | None]:

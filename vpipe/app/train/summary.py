@@ -197,7 +197,7 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
                     "schedule, in updates; " * late + f"in flight: {held})", width),
-            *_slowest(job, figures), *_lanes(job, figures), *_owners(job, figures)]
+            *_slowest(job, figures), *_lanes(job, figures, homes), *_owners(job, figures, homes)]
 
 
 def _slowest(job: Job, figures: RunFigures) -> Iterator[str]:
@@ -218,7 +218,7 @@ def _slowest(job: Job, figures: RunFigures) -> Iterator[str]:
                           terminal_columns())
 
 
-def _lanes(job: Job, figures: RunFigures) -> Iterator[str]:
+def _lanes(job: Job, figures: RunFigures, homes: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Yield, where ranks split layers, the ranks of each lane, what their figures hold, and which take longer."""
     parts, width = job.config.parallel.tensor, terminal_columns()
     if parts == 1:
@@ -226,7 +226,6 @@ def _lanes(job: Job, figures: RunFigures) -> Iterator[str]:
     ranks = " and ".join(", ".join(map(str, range(lane, job.processes, parts))) for lane in range(parts))
     yield from filled(f"({parts} lanes, of ranks {ranks}: forward, backward and step include what layers exchange "
                       "between lanes, and waiting for it; sent does not)", width)
-    homes = [(stage, rank) for stage, own in enumerate(job.homes) for rank in own]
     for at in range(0, len(homes), parts):  # those that split the same layers
         spent = {homes[at + lane]: figures.stages[at + lane].working_s for lane in range(parts)}
         (stage, most), (_, least) = (pick(spent, key=spent.__getitem__) for pick in (max, min))
@@ -235,9 +234,8 @@ def _lanes(job: Job, figures: RunFigures) -> Iterator[str]:
             yield from filled(f"(of stage {stage} rank {most} takes {more:.0f} % longer than rank {least})", width)
 
 
-def _owners(job: Job, figures: RunFigures) -> Iterator[str]:
+def _owners(job: Job, figures: RunFigures, homes: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Yield, of a run in which replicas each step a part of their stage, which ranks send and keep most."""
-    homes = [(stage, rank) for stage, ranks in enumerate(job.homes) for rank in ranks]
     parts = job.config.parallel.tensor
     parted = [(stage, rank, usage) for (stage, rank), usage in zip(homes, figures.stages, strict=True)
               if job.config.parallel.zero1 and len(job.schedule.placement[stage]) > 1]

@@ -32,16 +32,14 @@ class TraceWriter(Observer):
         folder: of the run.
         pipe: not trained yet. All ranks make a writer together.
         samples_per_step, lanes: for the reader; the former may be set until something is written.
-        limit: largest number of actions that are recorded per rank; that of :meth:`vpipe.Pipeline.record` when None.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int | None = None,
-                 lanes: int = 1) -> None:
+    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, lanes: int = 1) -> None:
         self._pipe, self.samples_per_step, self._lanes = pipe, samples_per_step, lanes
-        self._recorders = pipe.record() if limit is None else pipe.record(limit)
+        self._recorders = pipe.record()
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
         own = folder / "trace" / (f"lane{pipe.lane}" if pipe.lane else "")
