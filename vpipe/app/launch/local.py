@@ -16,7 +16,7 @@ from pathlib import Path
 from subprocess import Popen
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import End, find_failure, read_report, read_reports
@@ -26,9 +26,6 @@ from vpipe.app.signals import PARENT_PIPE, STOPS, UNSAVED, status_after
 from vpipe.app.train.run_folder import RUNNING, log_path
 from vpipe.distributed import Fault, RankEnvironment
 from vpipe.errors import RunError, VpipeError, counted
-
-if TYPE_CHECKING:
-    from vpipe.app.launch.ssh import Remote
 
 GRACE_S = 2.0
 """Time after a failure for the other ranks to report what they saw, then again for them to end."""
@@ -61,6 +58,27 @@ class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterru
     def exit_status(self) -> int:
         """See :func:`~vpipe.app.signals.status_after`."""
         return status_after(self.number, saved=self.saved)
+
+
+class RemoteRanks(Protocol):
+    """The ranks of another host, as the launcher of this one sees them."""
+
+    def start(self, folder: Path) -> None:
+        """Start them; what they write is copied into ``folder``."""
+
+    @property
+    def statuses(self) -> Mapping[int, int | None]:
+        """As :attr:`Processes.statuses`. Raises RunError where what they write cannot be kept here."""
+
+    @property
+    def lost(self) -> Mapping[int, End]:
+        """The ends of ranks that were lost with their host."""
+
+    def stop(self, number: int) -> None:
+        """As :meth:`Processes.stop`."""
+
+    def close(self) -> None:
+        """End them; wait until they have ended and all that they wrote is here, or the host is lost."""
 
 
 class Processes:
@@ -135,14 +153,14 @@ def _signal_group(process: Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def close_all(groups: Sequence[Processes | Remote]) -> None:
+def close_all(groups: Sequence[Processes | RemoteRanks]) -> None:
     """End all of them, at the same time: a host that is lost is given up after seconds only."""
     with ThreadPoolExecutor(max(1, len(groups))) as pool:
         list(pool.map(lambda group: group.close(), groups))
 
 
 def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
-              elsewhere: Sequence[Remote] = (), stop_s: float = 0.0,
+              elsewhere: Sequence[RemoteRanks] = (), stop_s: float = 0.0,
               waiting: Callable[[], None] = lambda: None, stopped_ranks: StoppedRanks | None = None) -> None:
     """Run one process per rank, here and on other hosts, until all have ended.
 
@@ -163,7 +181,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
     """
     with Signals(passed_on=stop_s > 0) as signals, held(here.port), _meeting(elsewhere) as meeting:
         mine = Processes(replace(here, meeting=meeting), folder)
-        groups: list[Processes | Remote] = [mine, *elsewhere]
+        groups: list[Processes | RemoteRanks] = [mine, *elsewhere]
         try:
             mine.start()
             for other in elsewhere:
@@ -185,7 +203,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
 
 
 @contextmanager
-def _meeting(elsewhere: Sequence[Remote]) -> Iterator[str | None]:
+def _meeting(elsewhere: Sequence[RemoteRanks]) -> Iterator[str | None]:
     """Make the folder where the ranks meet, which only this user may enter; None where some are on other hosts."""
     if elsewhere:
         yield None
@@ -196,7 +214,7 @@ def _meeting(elsewhere: Sequence[Remote]) -> Iterator[str | None]:
         yield folder
 
 
-def _go_on(groups: Sequence[Processes | Remote], signals: Signals, stop_s: float, folder: Path) -> bool:
+def _go_on(groups: Sequence[Processes | RemoteRanks], signals: Signals, stop_s: float, folder: Path) -> bool:
     """Return whether to wait for the ranks; pass a signal on."""
     statuses = _statuses(groups)
     if signals.first is None:
@@ -274,7 +292,7 @@ def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
     return None
 
 
-def _failure(groups: Sequence[Processes | Remote], elsewhere: Sequence[Remote], folder: Path,
+def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[RemoteRanks], folder: Path,
              describe: Callable[[int], str]) -> VpipeError | Interrupted:
     """Return the failure of the run, once the other ranks had time to report what they saw, and it is known how those
     ended that they found dead; or the signal to a rank for which all stopped.
@@ -301,7 +319,7 @@ def _dying(statuses: Mapping[int, int | None], folder: Path) -> bool:
                and fault.is_death for rank in fault.ranks)
 
 
-def _statuses(groups: Sequence[Processes | Remote]) -> dict[int, int | None]:
+def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None]:
     return {rank: status for group in groups for rank, status in group.statuses.items()}
 
 

@@ -279,26 +279,20 @@ def combined_error(states: Sequence[Mapping[str, Any]]) -> VpipeError | None:
             found.setdefault((what, hint, where), []).append(rank)
     problems = [Problem(what + (f" ({_named(ranks, states)})" if len(ranks) < len(states) else ""), hint, where)
                 for (what, hint, where), ranks in found.items()]
-    if not problems:
-        return _different_data(states)
+    if not problems:  # but for ranks that read other data than others: they would train, and learn nothing
+        by_data: dict[str, list[int]] = {}
+        for rank, state in enumerate(states):
+            by_data.setdefault(state["data"], []).append(rank)
+        what = "; ".join(f"{_named(ranks, states)} read {data}" for data, ranks in by_data.items())
+        return None if len(by_data) < 2 else StartError(
+            f"the ranks do not read the same data: {what} (a hash of the vocabulary's size, the numbers of samples and "
+            "the first batch)", hint="copy the same files, or the prepared data (dataset.cache_directory), to all "
+            "hosts")
     if all(state["status"] in (0, UserError.exit_status) for state in states):
         return StartError.all_of(problems)
     first, *more = problems
     return RunError(first.what + (f" ({first.where})" if first.where else ""),
                     hint="\n".join([first.hint, *map(str, more)]))
-
-
-def _different_data(states: Sequence[Mapping[str, Any]]) -> UserError | None:
-    """Refuse ranks that read other data than others: they would train, and learn nothing."""
-    by_data: dict[str, list[int]] = {}
-    for rank, state in enumerate(states):
-        by_data.setdefault(state["data"], []).append(rank)
-    if len(by_data) < 2:
-        return None
-    what = "; ".join(f"{_named(ranks, states)} read {data}" for data, ranks in by_data.items())
-    return StartError(f"the ranks do not read the same data: {what} (a hash of the vocabulary's size, the numbers of "
-                     "samples and the first batch)", hint="copy the same files, or the prepared data "
-                     "(dataset.cache_directory), to all hosts")
 
 
 def _named(ranks: Sequence[int], states: Sequence[Mapping[str, Any]]) -> str:

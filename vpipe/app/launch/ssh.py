@@ -63,9 +63,6 @@ class Remote:
     Args:
         login: as ssh takes it.
         devices: rank -> device, of its ranks.
-
-    Attributes:
-        lost: the ends of ranks that were lost with their host.
     """
 
     def __init__(self, login: str, devices: Mapping[int, int], settings: LaunchSection) -> None:
@@ -172,7 +169,7 @@ class Remote:
 
     @property
     def statuses(self) -> Mapping[int, int | None]:
-        """As :attr:`~vpipe.app.launch.local.Processes.statuses`. Raises RunError if what they write cannot be kept."""
+        """As :attr:`~vpipe.app.launch.local.RemoteRanks.statuses`."""
         if self._unwritten is not None:
             raise self._unwritten
         return dict(self._statuses)

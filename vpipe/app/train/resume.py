@@ -411,9 +411,18 @@ def lacks_adapters(manifest: Manifest, job: Job) -> bool:
 
 
 def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
-    for difference in _other_model(manifest, job):
-        yield Problem(f"the checkpoint is of another model: {difference}", "set model.* as it was: "
-                      "vpipe checkpoint show prints it")
+    from vpipe.app.train.checkpoint_model import model_differences
+    from vpipe.app.train.model_section import model_settings
+
+    ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
+    if before.get(("model",)) is not None:  # else it was made by a script
+        with suppress(UserError):  # its config_file may be gone by now
+            theirs = validated(ModelSection, before.at(("model",)))
+            same = theirs.name == ours.name
+            # What names and shapes do not show, such as the number of attention heads.
+            for difference in model_differences(ours.name, *map(model_settings, (ours, theirs))) if same else ():
+                yield Problem(f"the checkpoint is of another model: {difference}", "set model.* as it was: "
+                              "vpipe checkpoint show prints it")
     if manifest.arrangement.get(IMPORTED):
         return
     data = job.fingerprint()
@@ -430,18 +439,3 @@ def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
         yield Problem(f"the checkpoint was made after {at.done} of the {at.samples} samples of a batch, "
                       f"but the schedule {job.config.parallel.schedule} takes whole batches", "go on with the schedule "
                       "that made it, or from a checkpoint at the end of a batch")
-
-
-def _other_model(manifest: Manifest, job: Job) -> list[str]:
-    """Return differences that names and shapes do not show, such as the number of attention heads."""
-    from vpipe.app.train.checkpoint_model import model_differences
-    from vpipe.app.train.model_section import model_settings
-
-    ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
-    if before.get(("model",)) is None:
-        return []  # made by a script
-    with suppress(UserError):  # its config_file may be gone by now
-        theirs = validated(ModelSection, before.at(("model",)))
-        if theirs.name == ours.name:
-            return model_differences(ours.name, model_settings(ours), model_settings(theirs))
-    return []
