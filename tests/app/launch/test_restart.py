@@ -122,7 +122,7 @@ def test_trainings_of_one_script_are_told_apart(tmp_path: Path) -> None:
         assert starter.find_run(tmp_path, None, again=False) == folder
         assert changed.find_run(tmp_path, None, again=True) == (None if name == "torchrun" else folder)
         assert changed.find_run(tmp_path, folder, again=True) == folder  # by --resume
-        Starter.end(folder)
+        replace(starter, ended=True).write(folder)
         assert starter.find_run(tmp_path, None, again=False) is None
         assert starter.find_run(tmp_path, None, again=True) == folder  # another rank failed at the very end
 

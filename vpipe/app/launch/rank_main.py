@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -177,8 +178,8 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
             raise SystemExit(failure.exit_status)
         raise reported_error(report)
     if rank.rank == 0:
-        if stopped is None:
-            Starter.end(folder)
+        if stopped is None and (record := Starter.read(folder)) is not None:
+            replace(record, ended=True).write(folder)
         print(f"run folder: {folder}", flush=True)
     if status := stopped_status(rank.rank, stopped):
         raise SystemExit(status)

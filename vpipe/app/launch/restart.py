@@ -158,12 +158,6 @@ class Starter:
                 return path.parent
         return None
 
-    @classmethod
-    def end(cls, folder: Path) -> None:
-        """Note that the run in this folder has come to its end."""
-        if (found := cls.read(folder)) is not None:
-            replace(found, ended=True).write(folder)
-
 
 @dataclass(frozen=True)
 class Attempt:

@@ -380,8 +380,7 @@ def _repeated(step: str, steps: int, last: int | None, moved: Sequence[str], att
     """Return ``updates 41 to 60 are repeated; their lines and step-60 are in earlier/1``."""
     aside = [*(["their lines"] if last is not None and last >= steps else []), *moved]
     listed = " and ".join(filter(None, [", ".join(aside[:-1]), aside[-1]]))
-    where = f"earlier/{attempt}"
-    text = f"{listed} {'is' if len(aside) == 1 and moved else 'are'} in {where}"
+    text = f"{listed} {'is' if len(aside) == 1 and moved else 'are'} in earlier/{attempt}"
     if last is None or last < steps:
         return f"put aside: {text}"
     return (f"{step} {steps + 1} is" if last == steps else f"{step}s {steps + 1} to {last + 1} are") + \
