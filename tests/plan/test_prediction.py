@@ -20,7 +20,7 @@ from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.peaks import peak_contents
+from vpipe.schedules.loads import peak_contents
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout

@@ -80,7 +80,7 @@ AT_MOST = {"v_half", "v_min", "auto"}  # their bounds count from F to W, or come
 def test_memory_from_forward_to_weight_half(name: str, most: Callable[[int], int]) -> None:
     for ranks in range(1, 9):
         for microbatches in (1, 2, 5, 24):
-            held = [max(load.activations + load.weight_halves for load in rank_loads(program))
+            held = [max(activations + halves for _, activations, halves in rank_loads(program))
                     for program in made(name, ranks, microbatches).programs]
             assert max(held) <= 2 * min(most(ranks), microbatches)
             if microbatches == 24:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vpipe.schedules.action import Action
-from vpipe.schedules.loads import RankLoad, RankPeaks, StageLoad, StagePeaks, rank_loads, stage_loads
+from vpipe.schedules.loads import RankPeaks, StagePeaks, rank_loads, stage_loads
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
 from vpipe.testing.strategies import prove
@@ -16,29 +16,29 @@ def parsed(program: str) -> list[Action]:
 def test_memory_of_a_rank_after_each_action() -> None:
     program = parsed("0F0 0SEND_F0 3F0 3R0 3B0 0I0 0F1 0W0 0STEP0")
     assert list(rank_loads(program)) == [
-        RankLoad(0, 1, 0), RankLoad(2, 2, 0), RankLoad(4, 1, 0),  # of both its stages
-        RankLoad(5, 0, 1), RankLoad(6, 1, 1), RankLoad(7, 1, 0)]
+        (0, 1, 0), (2, 2, 0), (4, 1, 0),  # of both its stages
+        (5, 0, 1), (6, 1, 1), (7, 1, 0)]
 
 
 def test_memory_of_a_stage_after_each_action() -> None:
     program = parsed("0F0 0SEND_F0 0F1 0B0 0STEP0 0F2 0B1 0STEP1 0B2 0STEP2")
     assert list(stage_loads(program, 0)) == [
-        StageLoad(0, 1, 0), StageLoad(2, 1, 0), StageLoad(3, 1, 0),
-        StageLoad(4, 2, 0),  # version 1, and version 0 for microbatch 1
-        StageLoad(5, 2, 0), StageLoad(6, 1, 1),
-        StageLoad(7, 2, 0), StageLoad(8, 1, 1), StageLoad(9, 1, 0)]
+        (0, 1, 0), (2, 1, 0), (3, 1, 0),
+        (4, 2, 0),  # version 1, and version 0 for microbatch 1
+        (5, 2, 0), (6, 1, 1),
+        (7, 2, 0), (8, 1, 1), (9, 1, 0)]
     assert list(stage_loads(program, 1)) == []
 
 
 def test_a_weight_half_needs_its_version_until_it_has_run() -> None:
     program = parsed("0F0 0I0 0F1 0W0 0STEP0 0I1 0W1")
-    assert [(load.versions, load.staleness) for load in stage_loads(program, 0)] == [
+    assert [load[1:] for load in stage_loads(program, 0)] == [
         (1, 0), (1, 0), (1, 0), (1, 0), (2, 0), (2, 1), (1, 0)]
 
 
 def test_every_version_from_the_one_in_use_to_the_latest_is_held() -> None:
     program = parsed("0USE0 0F0 0B0 0STEP0 0F1 0B1 0STEP1 0USE1 0F2 0USE2 0B2")
-    assert [(load.versions, load.staleness) for load in stage_loads(program, 0)] == [
+    assert [load[1:] for load in stage_loads(program, 0)] == [
         (1, 0), (1, 0), (1, 0), (2, 0), (2, 0), (2, 1),
         (3, 0),  # the next forward may use version 1
         (2, 0), (2, 0),

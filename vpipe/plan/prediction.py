@@ -13,7 +13,7 @@ from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory, unsent_inputs, waiting_bytes
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
-from vpipe.schedules.peaks import peak_contents
+from vpipe.schedules.loads import peak_contents
 from vpipe.schedules.prepare import ScheduleSpec, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule

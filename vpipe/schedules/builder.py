@@ -14,7 +14,7 @@ from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.kinds import UPDATE
-from vpipe.schedules.loads import rank_loads
+from vpipe.schedules.loads import RankPeaks
 from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement, Size, default_warmup
@@ -84,7 +84,7 @@ def outline(name: str, placement: Placement, microbatches: int, update_every: in
         {}, not registered.flush, () if registered.flush else tuple(views[ranks[0]].warmup for ranks in placement),
         slices=slices)
     if views[0].shared:
-        peaks = tuple(max(load.activations for load in rank_loads(tuple(program(rank)))) for rank in range(len(views)))
+        peaks = tuple(RankPeaks.of(program(rank)).peak_activations for rank in range(len(views)))
         outlined = replace(outlined, peak_activations=peaks)
     return outlined, program
 

@@ -381,23 +381,23 @@ def weight_versions(graph: Graph) -> None:
     """Check that a stage holds at most its stated number of versions, and no backward is staler than they allow."""
     for stage, rank in graph.replicas():
         bound = graph.schedule.versions[stage]
-        for load in stage_loads(graph.schedule.programs[rank], stage, graph.schedule.frozen):
-            if load.versions > bound or load.staleness > bound - 1:
-                raise graph.error(f"stage {stage} holds {counted(load.versions, 'weight version')} with staleness "
-                                 f"{load.staleness}; the schedule states at most {bound} and {bound - 1}",
+        for position, versions, staleness in stage_loads(graph.schedule.programs[rank], stage, graph.schedule.frozen):
+            if versions > bound or staleness > bound - 1:
+                raise graph.error(f"stage {stage} holds {counted(versions, 'weight version')} with staleness "
+                                 f"{staleness}; the schedule states at most {bound} and {bound - 1}",
                                  "let fewer microbatches be in flight at a step, or state more versions",
-                                 (rank, load.position))
+                                 (rank, position))
 
 
 def peak_activations(graph: Graph) -> None:
     """Check that a rank holds the activations of at most its stated number of microbatch-stages."""
     for rank, bound in enumerate(graph.schedule.peak_activations):
-        for load in rank_loads(graph.schedule.programs[rank], graph.schedule.frozen):
-            if load.activations > bound:
+        for position, activations, _ in rank_loads(graph.schedule.programs[rank], graph.schedule.frozen):
+            if activations > bound:
                 raise graph.error(f"rank {rank} holds the activations of "
-                                 f"{counted(load.activations, f'{graph.schedule.unit}-stage')}; the schedule states at "
+                                 f"{counted(activations, f'{graph.schedule.unit}-stage')}; the schedule states at "
                                  f"most {bound}", "run a backward before this forward, or state a higher peak",
-                                 (rank, load.position))
+                                 (rank, position))
 
 
 def no_deadlock_buffered(graph: Graph) -> None:

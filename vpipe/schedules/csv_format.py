@@ -26,7 +26,7 @@ from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, step
-from vpipe.schedules.loads import rank_loads, stage_loads
+from vpipe.schedules.loads import RankPeaks, StagePeaks
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
 
@@ -132,8 +132,8 @@ def _read(path: Path) -> CsvFile:
     flush, per_update = _updates(placement, programs, microbatches, path)
     schedule = Schedule(
         path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
-        tuple(max((load.activations for load in rank_loads(program)), default=0) for program in programs),
-        tuple(max(_versions(programs[rank], stage) for rank in ranks) for stage, ranks in enumerate(placement)), {})
+        tuple(RankPeaks.of(program).peak_activations for program in programs),
+        tuple(_versions([programs[rank] for rank in ranks], stage) for stage, ranks in enumerate(placement)), {})
     pairs = left_out.pop(_PAIR, 0)
     return CsvFile(schedule, left_out, pairs)
 
@@ -286,9 +286,10 @@ def _numbered(count: int, word: str) -> str:
     return f"number the only {word} 0" if count == 1 else f"number the {counted(count, word)} 0 to {count - 1}"
 
 
-def _versions(program: Sequence[Action], stage: int) -> int:
+def _versions(programs: Sequence[Sequence[Action]], stage: int) -> int:
     """Return the most weight versions that a stage holds, and enough for its staleness."""
     try:
-        return max(max(load.versions, load.staleness + 1) for load in stage_loads(program, stage))
+        peaks = StagePeaks.of(programs, stage)
+        return max(peaks.versions, peaks.staleness + 1)
     except KeyError:  # a backward without its forward: the checker stops there, before it looks at versions
         return 1

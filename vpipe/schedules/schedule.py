@@ -12,7 +12,7 @@ from typing import ClassVar
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
-from vpipe.schedules.loads import RankPeaks, StagePeaks, rank_loads, recomputations, stage_loads
+from vpipe.schedules.loads import RankPeaks, StagePeaks, recomputations
 from vpipe.schedules.size import (
     MOST_ACTIONS,
     MOST_MICROBATCHES,
@@ -109,18 +109,13 @@ class Schedule:
     @cached_property
     def rank_peaks(self) -> tuple[RankPeaks, ...]:
         """The most that every rank ever holds; the schedule must have passed the checker."""
-        loads = [list(rank_loads(program, self.frozen)) for program in self.programs]
-        return tuple(RankPeaks(max((load.activations for load in rank), default=0),
-                               max((load.weight_halves for load in rank), default=0))
-                     for rank in loads)
+        return tuple(RankPeaks.of(program, self.frozen) for program in self.programs)
 
     @cached_property
     def stage_peaks(self) -> tuple[StagePeaks, ...]:
         """The most that every stage ever holds, likewise."""
-        loads = [[load for rank in ranks for load in stage_loads(self.programs[rank], stage, self.frozen)]
-                 for stage, ranks in enumerate(self.placement)]
-        return tuple(StagePeaks(max(load.versions for load in stage), max(load.staleness for load in stage))
-                     for stage in loads)
+        return tuple(StagePeaks.of([self.programs[rank] for rank in ranks], stage, self.frozen)
+                     for stage, ranks in enumerate(self.placement))
 
     @property
     def versions_used(self) -> Mapping[tuple[int, int], int]:

@@ -25,7 +25,7 @@ from vpipe.plan.stage_costs import combined_memory, stage_memory, unsent_inputs,
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.peaks import peak_contents
+from vpipe.schedules.loads import peak_contents
 
 
 def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float] | float | None,
