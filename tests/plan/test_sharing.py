@@ -16,14 +16,12 @@ from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.solver.choice import Choice
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.search_space import SearchSpace
-from vpipe.plan.solver.sharing import GAINED
-from vpipe.plan.solver.sharing import solve as solve_all
-from vpipe.plan.solver.solve import Solution, solve
+from vpipe.plan.solver.solve import GAINED, Solution, solve
 
 
 def both(request: PlanRequest) -> Solution:
     """Without and with ZeRO-1."""
-    return solve_all(request, request.with_zero1)
+    return solve(request, request.with_zero1)
 
 
 def seconds(solution: Solution) -> float:
@@ -123,7 +121,7 @@ def split(made: Profile, tensor: int, slower: float) -> Profile:
 def over(ranks: int, memory_bytes: int | None, **slower: float) -> Solution:
     """The answer for a model on so many ranks, whose layers may be split as ``t2=1.1`` says."""
     whole = transformer(2)
-    return solve_all(*(PlanRequest({4: split(whole, tensor, times)}, ranks // tensor, memory_bytes)
+    return solve(*(PlanRequest({4: split(whole, tensor, times)}, ranks // tensor, memory_bytes)
                        for name, times in {"t1": 1.0, **slower}.items() for tensor in [int(name[1:])]))
 
 

@@ -312,7 +312,6 @@ def ratio_of(recomputed: int, layers: int) -> float:
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
 
 
-
 def _problems(content: Any, where: str | None) -> list[Problem]:
     if not isinstance(content, dict) or "partition" not in content:
         return [Problem("the plan has no partition", 'write {"partition": [3, 3, 3]}: layers per stage', where)]

@@ -80,11 +80,11 @@ def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, 
 
 def _build(profile: Profile, spec: ScheduleSpec, frozen: int) -> Schedule:
     """Build a schedule that is simulated only, so without proof; a stream with a steady state in its middle."""
-    registered, cut = RegisteredSchedule.named(spec.schedule), spec.cut
+    order, cut, registered = spec.order, spec.cut, RegisteredSchedule.named(spec.order.schedule)
     placement = cut.placement or spec.placement(registered)
     costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
-    one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
-                warmup=spec.order.warmup, slices=spec.order.slices)
+    one = build(order.schedule, placement, spec.microbatches, order.late.update_every, spec.ties, spec.recompute, costs,
+                warmup=order.warmup, slices=order.slices)
     one = freeze(one, frozen)
     return one if one.flush else lengthened(one, spec.recompute)
 

@@ -75,7 +75,9 @@ def outline(name: str, placement: Placement, microbatches: int, update_every: in
     indices = microbatches * slices
 
     def program(rank: int) -> Iterator[Action]:
-        return rank_program(registered, views[rank], outlined.assignment, outlined.stages_of(rank), recompute)
+        if not registered.flush:
+            return stream_program(registered, views[rank], outlined.assignment, outlined.stages_of(rank), recompute)
+        return with_recompute(views[rank].translated(_generated(registered, views[rank])), recompute)
 
     outlined = Schedule(
         name, placement, ((),) * len(views), indices, indices if registered.flush else views[0].size.update_every,
@@ -169,14 +171,6 @@ class ReplicaView:
                        else action.index) for action in program)
 
 
-def rank_program(registered: RegisteredSchedule, view: ReplicaView, assignment: Assignment, stages: list[int],
-                 recompute: Collection[int] = ()) -> Iterator[Action]:
-    """Yield lazily the compute actions and steps of one rank of a schedule of fixed order."""
-    if not registered.flush:
-        return stream_program(registered, view, assignment, stages, recompute)
-    return with_recompute(view.translated(_generated(registered, view)), recompute)
-
-
 def stream_program(registered: RegisteredSchedule, view: ReplicaView, assignment: Assignment, stages: list[int],
                    recompute: Collection[int] = ()) -> Iterator[Action]:
     """Yield lazily the compute actions and steps of one rank of a schedule without a flush.
@@ -261,13 +255,6 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
                     f"for each of the {len(group)} replicas, {problem.hint}")])
             views[rank] = ReplicaView(own_rank, size, stages, replica, len(group), rank, shared)
     return tuple(views[rank] for rank in sorted(views))
-
-
-def check_no_warmup(file: str, warmup: Sequence[int] | None) -> None:
-    """Refuse forwards before the first backward for a schedule that is read from a file."""
-    if warmup is not None:
-        raise UserError(f"warmup_depth is {list(warmup)}, but '{file}' says the order of its actions",
-                        hint="leave warmup_depth out, or take a schedule by its name")
 
 
 def _groups(registered: RegisteredSchedule, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:

@@ -165,7 +165,6 @@ class Costs:
         return replace(self, default_link=Link(seconds))
 
 
-
 def ratio(number: Number, divisor: Number) -> Number:
     """Return ``number / divisor``, exact unless one of them is a ``float``."""
     if isinstance(number, float) or isinstance(divisor, float):

@@ -9,7 +9,7 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment, passes
-from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.builder import build, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.graph import exchanged_at_updates
@@ -58,16 +58,6 @@ class ScheduleSpec:
     meshed: bool = False
 
     @property
-    def schedule(self) -> str:
-        """Its name, or the path of a file."""
-        return self.order.schedule
-
-    @property
-    def update_every(self) -> int | None:
-        """Microbatches per update, and replica, without a flush; the fewest possible when None."""
-        return self.order.late.update_every
-
-    @property
     def recompute(self) -> list[int]:
         """The stages that recompute activations."""
         return [stage for stage, layers in enumerate(self.cut.recomputed) if layers]
@@ -85,11 +75,11 @@ class ScheduleSpec:
                                   ("ranks", self.cut.ranks, MOST_RANKS),
                                   ("microbatches", self.microbatches, MOST_MICROBATCHES),
                                   ("slices", self.order.slices, MOST_MICROBATCHES),
-                                  ("update_every", self.update_every, MOST_MICROBATCHES)):
+                                  ("update_every", self.order.late.update_every, MOST_MICROBATCHES)):
             if isinstance(value, int) and value > most:  # before any list is made of them
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
-        built = self._from_file() if CsvFile.is_path(self.schedule) else self._by_name(
-            RegisteredSchedule.named(self.schedule))
+        built = self._from_file() if CsvFile.is_path(self.order.schedule) else self._by_name(
+            RegisteredSchedule.named(self.order.schedule))
         if self.sharded and not built.flush:
             raise UserError(f"'{built.name}' has no flush, but weights that fully_shard divides have one version",
                             hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
@@ -107,7 +97,7 @@ class ScheduleSpec:
         if self.order.warmup is not None:
             registered.check_warmup(list(map(len, placement)), self.order.warmup)
         warmup = self.order.warmup if registered.any_warmup else None
-        views = replica_views(registered, placement, self.microbatches, self.update_every, warmup)
+        views = replica_views(registered, placement, self.microbatches, self.order.late.update_every, warmup)
         size = views[placement[0][0]].size
         every = None if registered.flush else size.update_every
         deepest = max(view.warmup for view in views) + 1
@@ -115,7 +105,7 @@ class ScheduleSpec:
         ranks, widest = {rank for group in placement for rank in group}, max(map(len, placement))
         check_work(len(ranks), to_prove * self.order.slices, passes(placement, placement[0][0]), replicated=widest > 1,
                    why="" if every is None else f", which prove a stream of '{registered.name}',")
-        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup,
+        schedule = build(self.order.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup,
                          slices=self.order.slices)
         return reverse_backwards(schedule) if self.last_first else schedule
 
@@ -172,30 +162,33 @@ class ScheduleSpec:
         more = "" if self.meshed or count % len(used) else (
             "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has "
             f"{counted(len(used), 'rank')}")
-        raise UserError(f"{processes} for {counted(self.cut.count, 'stage')}, of which '{self.schedule}' holds "
+        raise UserError(f"{processes} for {counted(self.cut.count, 'stage')}, of which '{self.order.schedule}' holds "
                         f"{per_rank} on each rank",
                         hint=f"{start}, or cut the model into {counted(count * per_rank, 'stage')}{more}")
 
     def _from_file(self) -> Schedule:
-        schedule = replace(CsvFile.read(self.schedule).schedule, slices=self.order.slices)
+        file, update_every = self.order.schedule, self.order.late.update_every
+        schedule = replace(CsvFile.read(file).schedule, slices=self.order.slices)
         for word, asked, there in (("stages", self.cut.count, schedule.stages),
                                    ("microbatches" if schedule.slices == 1 else "slices",
                                     self.microbatches * schedule.slices, schedule.microbatches),
-                                   ("microbatches per update", self.update_every or schedule.update_every,
+                                   ("microbatches per update", update_every or schedule.update_every,
                                     schedule.update_every)):
             if asked != there:
-                raise UserError(f"'{self.schedule}' is a schedule of {there} {word}, not {asked}",
+                raise UserError(f"'{file}' is a schedule of {there} {word}, not {asked}",
                                 hint=f"use {there} {word}, or another schedule")
-        check_no_warmup(self.schedule, self.order.warmup)
+        if self.order.warmup is not None:
+            raise UserError(f"warmup_depth is {list(self.order.warmup)}, but '{file}' says the order of its actions",
+                            hint="leave warmup_depth out, or take a schedule by its name")
         if self.cut.replicas > 1:
-            raise UserError(f"{self.cut.replicas} replicas of the pipeline, but '{self.schedule}' says which ranks "
+            raise UserError(f"{self.cut.replicas} replicas of the pipeline, but '{file}' says which ranks "
                             "there are", hint="leave the replicas out, or take a schedule by its name")
         if self.cut.placement not in (None, schedule.placement):
-            raise UserError(f"'{self.schedule}' places the stages as {[list(r) for r in schedule.placement]}, not as "
+            raise UserError(f"'{file}' places the stages as {[list(r) for r in schedule.placement]}, not as "
                             f"{[list(r) for r in self.cut.placement or ()]}", hint="leave the placement out")
         self._check_ranks(schedule.placement)
         if schedule.microbatches % schedule.assignment.per_step:
-            raise UserError(f"'{self.schedule}' has {schedule.microbatches} microbatches, but its stages make whole "
+            raise UserError(f"'{file}' has {schedule.microbatches} microbatches, but its stages make whole "
                             f"updates together only every {schedule.assignment.per_step}",
                             hint=f"use a multiple of {schedule.assignment.per_step} microbatches")
         compute = replace(schedule, ties=dict(self.ties or {})).compute_only()

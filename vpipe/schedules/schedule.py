@@ -188,7 +188,6 @@ class Schedule:
         return _csv([action for action in program if not action.op.torch] for program in self.programs)
 
 
-
 def _one_rank_per_stage(placement: Placement) -> str:
     if sum(map(len, set(placement))) > len({rank for ranks in placement for rank in ranks}):  # copies of other stages
         return ("take a schedule that places every stage once, such as zb_v, or dualpipe_v in place of dualpipe; vpipe "
