@@ -5,7 +5,7 @@ from __future__ import annotations
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build
-from vpipe.schedules.error_grid import MARK, SIDE, draw_grid, rule_error
+from vpipe.schedules.schedule import MARK, SIDE, draw_grid, rule_error
 from vpipe.schedules.size import Layout
 
 

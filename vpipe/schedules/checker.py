@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from vpipe.errors import counted
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
-from vpipe.schedules.error_grid import Spot
 from vpipe.schedules.graph import Graph, execute
 from vpipe.schedules.kinds import (
     EXCHANGED,
@@ -28,7 +27,7 @@ from vpipe.schedules.kinds import (
     Value,
 )
 from vpipe.schedules.loads import rank_loads, stage_loads
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, Spot
 from vpipe.schedules.transfer_order import in_one_order
 from vpipe.schedules.versions import VersionRegister
 

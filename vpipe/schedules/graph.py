@@ -16,9 +16,8 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.error_grid import Spot, rule_error
 from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Kind, Needed, Value
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, Spot, rule_error
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Placement
 from vpipe.schedules.versions import VersionRegister
@@ -118,7 +117,7 @@ class Graph:
     # -- the programs ----------------------------------------------------------------------------------
 
     def error(self, what: str, hint: str, *marks: Spot, cursors: Sequence[int] | None = None) -> CheckError:
-        """Return the error of a broken rule; see :func:`~vpipe.schedules.error_grid.rule_error`."""
+        """Return the error of a broken rule; see :func:`~vpipe.schedules.schedule.rule_error`."""
         return rule_error(self.schedule, what, hint, *marks, cursors=cursors)
 
     def said(self, action: Action) -> str:

@@ -20,9 +20,8 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.error_grid import rule_error
 from vpipe.schedules.loads import moments
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, rule_error
 from vpipe.schedules.simulator.event_loop import EventLoop, SimulationTables
 
 Curve = tuple[tuple[Number, Number], ...]
