@@ -94,7 +94,8 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
     timeline, step_s = steps.timeline, steps.step_s
     schedule, costs = timeline.schedule, timeline.costs
     idle = [max(0.0, step_s - working) for working in steps.working_s]
-    contents = [peak_contents(schedule, costs, rank) for rank in range(schedule.ranks)]
+    contents = [peak_contents(program, schedule.stages_of(rank), costs, schedule.frozen)
+                for rank, program in enumerate(schedule.programs)]
     kept = unsent_inputs(profile, partition, schedule.placement)
     waiting = [waiting_bytes(kept, {stage: held.in_flight for stage, held in own.items()}) for own in contents]
     sending, stages = _sending_s(timeline), []

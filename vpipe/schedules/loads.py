@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, StageCosts
 from vpipe.schedules.kinds import RECOMPUTED
 from vpipe.schedules.versions import VersionRegister
-
-if TYPE_CHECKING:
-    from vpipe.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -117,27 +113,27 @@ class StageContents:
                 + self.others)
 
 
-def peak_contents(schedule: Schedule, costs: Costs, rank: int) -> dict[int, StageContents]:
-    """Return, by stage of ``rank``, what it holds at the first moment when the rank holds most."""
+def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs,
+                  frozen: int = 0) -> dict[int, StageContents]:
+    """Return, by stage of a rank, what it holds at the first moment when the rank holds most; see :func:`moments`."""
     most: Number = -1
     found: dict[int, StageContents] = {}
-    for _, _, contents, held in moments(schedule, costs, rank, every_version=True):
+    for _, _, contents, held in moments(program, stages, costs, frozen, every_version=True):
         if held > most:
             most, found = held, {stage: replace(each) for stage, each in contents.items()}
     return found
 
 
-def moments(schedule: Schedule, costs: Costs, rank: int,
+def moments(program: Sequence[Action], stages: Sequence[int], costs: Costs, frozen: int = 0,
             every_version: bool = False) -> Iterator[tuple[int, bool, dict[int, StageContents], Number]]:
     """Yield what the stages of a rank hold, and its size in the units of the costs, whenever an action may change it.
 
     Before each stands the action's position in the program, -1 at the beginning, and whether its start changes them:
     a forward and a recomputation, also one within a backward, take memory as they start. Versions that take no bytes
-    are counted only with ``every_version``.
+    are counted only with ``every_version``. The ``frozen`` stages in front of the pipeline keep nothing.
     """
-    program, stages = schedule.programs[rank], schedule.stages_of(rank)
     in_units, unit = costs.in_units
-    versions = {stage: {position: count for position, count, _ in stage_loads(program, stage, schedule.frozen)}
+    versions = {stage: {position: count for position, count, _ in stage_loads(program, stage, frozen)}
                 if every_version or costs.stages[stage].version_bytes else {} for stage in stages}
     early = recomputations(program)
     contents = {stage: StageContents() for stage in stages}
@@ -145,7 +141,7 @@ def moments(schedule: Schedule, costs: Costs, rank: int,
     yield -1, True, contents, sum(held.values())
     for position, (op, stage, index) in enumerate(program):
         memory = op.memory
-        if stage not in contents or stage < schedule.frozen:  # tied weights of another rank's; nothing is kept
+        if stage not in contents or stage < frozen:  # tied weights of another rank's; nothing is kept
             continue
         if memory is None and position not in versions[stage]:
             continue

@@ -9,7 +9,7 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment, passes
-from vpipe.schedules.builder import build, freeze, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.graph import exchanged_at_updates
@@ -30,32 +30,18 @@ from vpipe.schedules.size import (
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Specify a schedule.
+    """Specify a schedule."""
 
-    Attributes:
-        order: the schedule.
-        cut: the stages of the whole model.
-        microbatches: per batch.
-        processes: how many there are; as many as the schedule has ranks when None.
-        ties: borrowing stages by owning stage.
-        norm: clip gradients by the norm over all stages; without a flush, by that of each.
-        sharded: the weights of stages are divided over lanes.
-        zero1: each replica of a stage steps a part of its parameters.
-        meshed: the processes are those along a dimension of a mesh.
-        last_first: run the backwards from the last microbatch to the first, see
-            :func:`~vpipe.schedules.builder.reverse_backwards`.
-    """
-
-    order: Order
-    cut: Cut
-    microbatches: int
-    processes: int | None = None
-    ties: Mapping[int, tuple[int, ...]] | None = None
-    norm: bool = False
-    sharded: bool = False
-    last_first: bool = False
-    zero1: bool = False
-    meshed: bool = False
+    order: Order  # the schedule
+    cut: Cut  # the stages of the whole model
+    microbatches: int  # per batch
+    processes: int | None = None  # how many there are; as many as the schedule has ranks when None
+    ties: Mapping[int, tuple[int, ...]] | None = None  # borrowing stages by owning stage
+    norm: bool = False  # clip gradients by the norm over all stages; without a flush, by that of each
+    sharded: bool = False  # the weights of stages are divided over lanes
+    last_first: bool = False  # run the backwards from the last microbatch to the first: builder.reverse_backwards
+    zero1: bool = False  # each replica of a stage steps a part of its parameters
+    meshed: bool = False  # the processes are those along a dimension of a mesh
 
     @property
     def recompute(self) -> list[int]:
@@ -177,9 +163,7 @@ class ScheduleSpec:
             if asked != there:
                 raise UserError(f"'{file}' is a schedule of {there} {word}, not {asked}",
                                 hint=f"use {there} {word}, or another schedule")
-        if self.order.warmup is not None:
-            raise UserError(f"warmup_depth is {list(self.order.warmup)}, but '{file}' says the order of its actions",
-                            hint="leave warmup_depth out, or take a schedule by its name")
+        check_no_warmup(file, self.order.warmup)
         if self.cut.replicas > 1:
             raise UserError(f"{self.cut.replicas} replicas of the pipeline, but '{file}' says which ranks "
                             "there are", hint="leave the replicas out, or take a schedule by its name")

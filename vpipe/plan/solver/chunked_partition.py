@@ -106,7 +106,7 @@ def _demands(choice: Choice, zero1: bool) -> Iterator[StageDemand]:
     costs = Costs((StageCosts(1, 1, 1),) * len(choice.groups))
     # The first microbatches are those of the first replica, which takes as many as any other.
     firsts = {ranks[0] for ranks in choice.groups}
-    of_rank = {rank: peak_contents(built, costs, rank) for rank in firsts}
+    of_rank = {rank: peak_contents(built.programs[rank], built.stages_of(rank), costs) for rank in firsts}
     for stage, ranks in enumerate(choice.groups):
         parts = {each: held.in_flight + held.weight_halves + held.versions for each, held in of_rank[ranks[0]].items()}
         own = of_rank[ranks[0]][stage]

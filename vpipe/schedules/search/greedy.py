@@ -39,24 +39,16 @@ class Priority(Enum):
 
 @dataclass(frozen=True)
 class GreedyRules:
-    """The rules by which a rank chooses.
+    """The rules by which a rank chooses."""
 
-    Attributes:
-        in_flight: per rank, microbatch-stages that may be between their forward and the passing of their gradient.
-        held: per rank, those together with the ones that wait for their weight half.
-        first: forward or backward.
-        deep: of several forwards that of the latest stage goes first, not that of the earliest.
-        patience: a weight half starts in a gap that is known to be shorter by at most this share of it.
-        split: backwards are split into halves.
-        turns: per rank, the order of forwards and backwards, where only the weight halves are free.
-    """
-
+    # per rank, microbatch-stages that may be between their forward and the passing of their gradient
     in_flight: tuple[float, ...]
-    held: tuple[float, ...]
-    first: Priority = Priority.BACKWARD
-    deep: bool = True
-    patience: float = 0.0
-    split: bool = True
+    held: tuple[float, ...]  # per rank, those together with the ones that wait for their weight half
+    first: Priority = Priority.BACKWARD  # forward or backward
+    deep: bool = True  # of several forwards that of the latest stage goes first, not that of the earliest
+    patience: float = 0.0  # a weight half starts in a gap that is known to be shorter by at most this share of it
+    split: bool = True  # backwards are split into halves
+    # per rank, the order of forwards and backwards, where only the weight halves are free
     turns: tuple[tuple[Turn, ...], ...] | None = None
 
 

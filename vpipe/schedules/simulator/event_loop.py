@@ -31,52 +31,34 @@ from vpipe.schedules.schedule import Schedule
 
 @dataclass(slots=True)
 class Message:
-    """A message from one action to others.
+    """A message from one action to others."""
 
-    Attributes:
-        action: the send; or a norm, which reaches every step at once; or a sum over replicas, both for the gradients
-            that go into it and for its result; or a copy to or from the host.
-        source: the rank of the send.
-        target: the rank of the receive; ``source`` when no link is used.
-        ticks: that it takes.
-        users: the numbers of the actions that wait for it.
-        opens: how many actions must be reached before it starts: the send, and the receive unless that is posted.
-    """
-
+    # the send; or a norm, which reaches every step at once; or a sum over replicas, both for the gradients that go into
+    # it and for its result; or a copy to or from the host
     action: Action
-    source: int
-    target: int
-    ticks: Number
-    users: tuple[int, ...]
-    opens: int
+    source: int  # the rank of the send
+    target: int  # the rank of the receive; ``source`` when no link is used
+    ticks: Number  # that it takes
+    users: tuple[int, ...]  # the numbers of the actions that wait for it
+    opens: int  # how many actions must be reached before it starts: the send, and the receive unless that is posted
 
 
 @dataclass(frozen=True)
 class SimulationTables:
-    """A lowered schedule, its actions numbered rank after rank.
-
-    Attributes:
-        lowered: the lowered schedule.
-        schedule: the same, without receives that are posted from the beginning.
-        unit: ticks per second. Times are whole numbers of ticks, which are many times faster than fractions; with a
-            ``float`` among the costs a tick is a second and times stay as they are.
-        firsts: per rank, the number of its first action.
-        ends: per rank, the number after its last.
-        rank_of: per action, its rank.
-        ticks: per action, the ticks that it takes; None when it takes no time of its rank.
-        messages: everything that is sent or published.
-        opened: by action, the messages that it opens, as their send, norm or receive, as the last of a replica's
-            gradients, or as its sum.
-    """
+    """A lowered schedule, its actions numbered rank after rank."""
 
     lowered: Schedule
-    schedule: Schedule
+    schedule: Schedule  # the same, without receives that are posted from the beginning
+    # ticks per second. Times are whole numbers of ticks, which are many times faster than fractions; with a ``float``
+    # among the costs a tick is a second and times stay as they are.
     unit: int
-    firsts: list[int]
-    ends: list[int]
-    rank_of: list[int]
-    ticks: list[Number | None]
-    messages: list[Message] = field(default_factory=list)
+    firsts: list[int]  # per rank, the number of its first action
+    ends: list[int]  # per rank, the number after its last
+    rank_of: list[int]  # per action, its rank
+    ticks: list[Number | None]  # per action, the ticks that it takes; None when it takes no time of its rank
+    messages: list[Message] = field(default_factory=list)  # everything that is sent or published
+    # by action, the messages that it opens, as their send, norm or receive, as the last of a replica's gradients, or as
+    # its sum
     opened: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod

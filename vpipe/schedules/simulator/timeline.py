@@ -165,9 +165,9 @@ class Timeline:
         now: Number = 0
         before: Number = -1
         points: list[tuple[Number, Number]] = []
-        program = self.schedule.programs[rank]
+        program, stages = self.schedule.programs[rank], self.schedule.stages_of(rank)
         timed = [next(events) if action.op.works else None for action in program]
-        for position, at_start, _, held in moments(self.schedule, self.costs, rank):
+        for position, at_start, _, held in moments(program, stages, self.costs, self.schedule.frozen):
             event: Event | TransferEvent | None = timed[position] if position >= 0 else None
             now = now if event is None else event.end_s
             if copies and position >= 0:
