@@ -167,7 +167,7 @@ def test_replicas_share_the_optimizers_state_where_that_gains_and_the_config_doe
         said("--ranks", "4", "--stages", "2", "-o", f"{number}.json", *setting)[1].replace("\n  ", " ")
         for number, setting in enumerate(([], ["--set", "parallel.zero1=true"], ["--set", "parallel.zero1=false"])))
     assert re.search(r"^plan: .*, 2 stages \[2, 3\], zero1, \d microbatches", chosen, re.MULTILINE)
-    assert re.search(r"^no zero1 .* \d % slower", chosen, re.MULTILINE)
+    assert re.search(r"^no zero1 .* \d+ % slower", chosen, re.MULTILINE)
     assert ", zero1, " in kept.splitlines()[1]
     assert "zero1" not in off.partition("run it")[0]
     plans = [Plan.load(f"{number}.json") for number in range(3)]
@@ -207,8 +207,7 @@ def test_layers_are_split_where_that_gains(said: Said, split: list[tuple[int, in
     assert (status, err, split) == (0, "", [(2, 1), (1, 2)])
     assert out.startswith("bert made: 5 layers on 2 ranks of ")
     assert re.search(r"^plan: \w+, 1 stage \[5\], tensor 2, \d microbatch", out, re.MULTILINE)
-    assert "a rank here is 2 that split its layers" in out.replace("\n  ", " ")
-    assert re.search(r"^tensor 1 .* -\d+ %", out, re.MULTILINE)
+    assert re.search(r"^tensor 1 .* \d+ % slower", out, re.MULTILINE)
     assert out.endswith("run it: vpipe train c.yaml --set training.seed=3 --set parallel.plan=plan.json\n")
     assert Plan.load("plan.json").tensor == 2
     job = Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))

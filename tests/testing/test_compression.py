@@ -52,7 +52,7 @@ def test_without_the_codec_the_oracle_differs(tmp_path: Path) -> None:
     ({"compress": True}, "must be none, bf16 or int8, got true", "compress"),
     ({"compress": ["int8", 8]}, "must be none, bf16 or int8, got 8", "compress[1]"),
     ({"compress": ["int8", "none"]}, "has 2 entries for the 1 cuts between 2 stages", "compress"),
-    ({"compress": "bf16", "compress_rounding": "stochastic"}, "is stochastic, but nothing is sent as int8",
+    ({"compress": "bf16", "compress_rounding": "stochastic"}, "is 'stochastic', but nothing is sent as int8",
      "compress_rounding")])
 def test_wrong_compression_is_refused(changes: dict[str, Any], what: str, key: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:

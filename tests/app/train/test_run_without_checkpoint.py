@@ -40,7 +40,8 @@ def test_why_there_is_none(tmp_path: Path, every: int | None, steps: int, why: s
 @pytest.mark.parametrize(("every", "more"), [(None, ["--set", "checkpoint.every_steps=N"]), (20, [])])
 def test_a_run_that_cannot_be_gone_on_with_is_refused_with_a_command_that_works(tmp_path: Path, every: int | None,
                                                                                 more: list[str]) -> None:
-    config, run = a_run(tmp_path, 3, checkpoint__every_steps=every, checkpoint__directory=str(tmp_path / "far"))
+    config, run = a_run(tmp_path, 3, checkpoint__every_steps=every, checkpoint__at_end=True,
+                        checkpoint__directory=str(tmp_path / "far"))
     with pytest.raises(UserError, match=f"there is no checkpoint of the run in '{run}': ") as caught:
         find_resume_point(run)
     [problem] = caught.value.problems
