@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import fork_server
 import late_device
@@ -31,3 +34,15 @@ def ended() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.CompletedProcess(command, process.returncode, out, error)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def printed(ended: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Any]:
+    """What a program prints as JSON; of the tests that look at it, the first lets it run."""
+    @cache
+    def found(program: str, *arguments: str) -> Any:
+        process = ended(program, *arguments)
+        assert process.returncode == 0, process.stderr
+        return json.loads(process.stdout)
+
+    return found

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -40,18 +39,11 @@ def test_every_wait_of_the_sources_is_checked() -> None:
     assert sorted(waits.places()) == sorted([*wait_checks.CHECKS, *TRANSFERS, AT_THE_END])
 
 
-@pytest.fixture(scope="module")
-def told(ended: Ended) -> dict[str, dict[str, list[str]]]:
-    process = ended("wait_checks.py")
-    assert process.returncode == 0, process.stderr
-    found: dict[str, dict[str, list[str]]] = json.loads(process.stdout)
-    return found
-
-
 @pytest.mark.parametrize("place", [pytest.param(place, marks=slowly) for place in wait_checks.CHECKS])
-def test_without_a_wait_something_goes_wrong(told: dict[str, dict[str, list[str]]], place: str) -> None:
-    assert not told[place]["with"]
-    assert len(told[place]["without"]) == wait_checks.SEEDS
+def test_without_a_wait_something_goes_wrong(printed: Callable[..., Any], place: str) -> None:
+    told = printed("wait_checks.py")[place]
+    assert not told["with"]
+    assert len(told["without"]) == wait_checks.SEEDS
 
 
 @pytest.fixture(scope="module")
