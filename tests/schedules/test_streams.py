@@ -88,6 +88,7 @@ def test_versions_and_staleness_of_a_long_stream(name: str, data: st.DataObject)
         behind = warmup[0 if name == "pipedream_vertical_sync" else stage]
         versions = 2 if name == "2bw" else 1 - -behind // every
         assert (fact.versions, fact.staleness) == (versions, versions - 1)
+        assert schedule.versions[stage] == versions, "as the schedule states"
 
 
 def used(program: Iterable[Action], microbatches: int, every: int) -> list[Action]:
