@@ -108,13 +108,8 @@ def test_presets_have_the_published_sizes(preset: str, layers: int, count: int) 
     assert count == (v + 512 + 2) * h + 2 * h + n * block + 2 * (h * h + h) + 2 * h + v + (2 * h + 2)
 
 
-def test_layer_names_and_tensors() -> None:
+def test_layers_can_be_sent_to_another_process() -> None:
     model = bert(SMALL)
-    assert [layer.name for layer in model.layers] == ["block0.attention", "block0.mlp", "block1.attention",
-                                                      "block1.mlp", "head"]
-    assert [layer.inputs for layer in model.layers[:3]] == [("input_ids", "segment_ids", "input_mask"), ("h",),
-                                                            ("h", "input_mask")]
-    assert [layer.outputs for layer in model.layers] == [("h",)] * 4 + [("loss",)]
     sent = pickle.loads(pickle.dumps(model.layers))  # as spawned ranks get their layers
     weights = [layer.materialize(3, seed=0).state_dict() for layer in (model.layers[3], sent[3])]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -120,18 +120,6 @@ def test_seeds_are_unrelated_and_fit_into_63_bits() -> None:
     assert seed_of(1, 2) == 5934340693050249675, "runs of yesterday can be repeated"
 
 
-def test_initial_weights_are_independent_of_the_partition() -> None:
-    model = Model([FIRST, Layer("second", linear), Layer("third", linear),
-                   Layer("last", lambda: Squared(3), ("h",), ("loss",))], ("x",))
-    states = [Pipeline(model, sgd, stages=partition, seed=5).state_dict()
-              for partition in ([4], [1, 3], [3, 1], [1, 1, 1, 1])]
-    whole = model.materialize(5)
-    assert list(states[0]) == list(whole.state_dict())
-    for state in states:
-        assert list(state) == list(states[0])
-        assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
-
-
 class Squared(nn.Linear):
     """Its mean square as a loss; square weights."""
 
