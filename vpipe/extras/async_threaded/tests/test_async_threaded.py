@@ -18,10 +18,9 @@ from test_executors import check_on_a_gpu, out_of_turn
 from torch import Tensor, nn
 
 from vpipe import Layer, Model
-from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.extras.async_threaded import worker as threaded
-from vpipe.extras.async_threaded.worker import DeviceStreams, ThreadedWorker, _Done
+from vpipe.extras.async_threaded.worker import DeviceStreams
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.action import Action, Op
 
@@ -125,45 +124,6 @@ def test_a_failure_in_a_thread_is_named_as_any(in_turn: bool) -> None:
     assert pipe.engine.local_stages[0].modules[0].calls == 3, "what came behind it did not run"
 
 
-def test_a_forward_counts_as_long_as_its_thread_worked() -> None:
-    """From 2 to 5, of which the rank waited for others from 1 to 3, for the thread from 4 to 5."""
-    pipe = pipeline(told_model(), stages=1, schedule="gpipe", microbatches=4, executor="async_threaded")
-    [worker] = pipe.engine.workers.values()
-    assert isinstance(worker, ThreadedWorker)
-    worker._waits, worker.transport.wait_s = [(0.0, 0.5), (1.0, 3.0)], 2.5
-    worker._under_way[0, 3] = None  # type: ignore[assignment]
-    watch.activity.now = Action(Op.BACKWARD, 0, 3), 4.0
-    worker.seconds[0, Op.BACKWARD] = 0.0
-    worker._account(0, _Done([], None, 2.0, 5.0), waited=1.0)  # type: ignore[arg-type]
-    assert worker.transport.wait_s == 1.5
-    # What the action is given at its end, (5 - 4) - (1.5 - 2.5), makes it 0.
-    assert worker.seconds == {(0, Op.FORWARD): 3.0, (0, Op.BACKWARD): -2.0}
-    assert len(worker._waits) == 2, "another forward is under way"
-    worker._under_way.clear()
-    worker._account(0, _Done([], None, 5.0, 6.0), waited=1.0)  # type: ignore[arg-type]
-    assert worker.transport.wait_s == 1.5
-    assert worker._waits == []
-    watch.activity.rest()
-
-
-def test_who_waits_for_a_thread_is_at_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = pipeline(told_model(), stages=1, schedule="gpipe", microbatches=4, executor="async_threaded")
-    [worker] = pipe.engine.workers.values()
-    assert isinstance(worker, ThreadedWorker)
-    seen = []
-
-    def result() -> _Done:
-        seen.append(watch.activity.describe()[0])
-        return _Done([], None, 0.0, 0.0)  # type: ignore[arg-type]
-
-    worker._under_way[0, 2] = None, SimpleNamespace(result=result)  # type: ignore[assignment]
-    monkeypatch.setattr(worker, "end_forward", lambda *given: seen.append(watch.activity.describe()[0]))
-    watch.activity.now = Action(Op.BACKWARD, 0, 3), 0.0
-    worker._finish_forward(0, 2)
-    watch.activity.rest()
-    assert seen == ["running 0F2", "running 0B3"]
-
-
 def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
     """1 is lost beside 1e8, unless the two large ones have met before."""
     weights = WeightVersions({"w": nn.Parameter(torch.zeros(1)), "v": nn.Parameter(torch.zeros(1))}, {"w": [], "v": []})
@@ -184,35 +144,26 @@ def test_the_turned_program_is_what_runs() -> None:
         assert [action.microbatch for action in done if (action.op, action.stage) == (Op.BACKWARD, stage)] == [2, 1, 0]
 
 
-def test_threads_have_no_timeline() -> None:
-    pipe = pipeline(rich_model(), stages=2, schedule="gpipe", executor="async_threaded")
-    with pytest.raises(UserError, match="there is no timeline of actions"):
-        pipe.engine.record()
+def hooked_model() -> Model:
+    def build() -> nn.Module:
+        module = Tells()
+        module.linear.bias.register_hook(lambda gradient: None)
+        return module
+
+    return Model([Layer("tells", build, ("x",), ("h",)), *told_model().layers[1:]], told_model().batch)
 
 
-def test_a_schedule_that_cannot_be_turned_is_refused() -> None:
+@pytest.mark.parametrize(("model", "schedule", "text"), [
+    (told_model, "1f1b", "error: the executor is async_threaded, which runs the schedule gpipe alone, but the schedule "
+     "is 1f1b\nhint: use the schedule gpipe, or the executor overlapped, which runs any"),
+    (hooked_model, "gpipe", "error: hooks on 'tells.linear.bias' (register_hook, register_post_accumulate_grad_hook) "
+     "are not called here: the executor async_threaded adds gradients when all microbatches have theirs\n"
+     "hint: use the executor overlapped, or change gradients in the optimizer's step"),
+    (told_model, "gpipe", "there is no timeline of actions")])
+def test_what_does_not_go_with_threads_is_refused(model: Callable[[], Model], schedule: str, text: str) -> None:
     with pytest.raises(UserError) as caught:
-        pipeline(rich_model(), stages=2, schedule="1f1b", executor="async_threaded")
-    assert str(caught.value) == (
-        "error: the executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b\n"
-        "hint: use the schedule gpipe, or the executor overlapped, which runs any")
-
-
-def test_hooks_on_parameters_are_refused() -> None:
-    model = told_model()
-    hooked = Layer("tells", lambda: with_hook(Tells()), ("x",), ("h",))
-    with pytest.raises(UserError) as caught:
-        pipeline(Model([hooked, *model.layers[1:]], model.batch), stages=1, schedule="gpipe", microbatches=2,
-                 executor="async_threaded")
-    assert str(caught.value) == (
-        "error: hooks on 'tells.linear.bias' (register_hook, register_post_accumulate_grad_hook) are not called here: "
-        "the executor async_threaded adds gradients when all microbatches have theirs\n"
-        "hint: use the executor overlapped, or change gradients in the optimizer's step")
-
-
-def with_hook(module: Tells) -> Tells:
-    module.linear.bias.register_hook(lambda gradient: None)
-    return module
+        pipeline(model(), stages=1, schedule=schedule, microbatches=2, executor="async_threaded").engine.record()
+    assert text in str(caught.value)
 
 
 def test_coded_tensors_give_the_same_bits() -> None:

@@ -179,9 +179,6 @@ def test_compressed_activations_are_bf16(flat: Path) -> None:
         parallel = load(flat, {"distributed_backend": backend}, f"compress_activations: true\n{extra}").parallel
         assert (parallel.compress, parallel.compress_rounding) == ("bf16", "nearest")
     assert load(flat, {}, "compress_activations: true\n", "parallel.compress=int8").parallel.compress == "int8"
-    assert errors(flat, {}, "compress_in_gpu: true\n") == [
-        ("compress_in_gpu is true, but compress_activations is false", "configs/flat.yml:18:18",
-         "set both, or neither")]
 
 
 @pytest.mark.parametrize("backend", ["", "gloo", "nccl"])
@@ -203,12 +200,6 @@ def test_ranks_compute_on_the_gpus_that_machines_names(backend: str, flat: Path,
 def test_directory_may_be_in_the_current_folder(flat: Path, tmp_path: Path) -> None:
     (tmp_path / "configs/bert").rename(tmp_path / "bert")
     assert load(flat).dataset.path == tmp_path / "bert/data/shards"
-
-
-def test_json_with_tabs(flat: Path) -> None:
-    (JSON / "vpipe.json").write_text('{\n\t"partition":\t[12,13,13],\n\t"recompute_ratio":[0,0,2]\n}\n')
-    assert [(what, where) for what, where, _ in errors(flat)] == [
-        ("recompute_ratio[2] must be a number from 0 to 1, got 2", f"{Path.cwd() / JSON}/vpipe.json:3:25")]
 
 
 def test_overrides_take_native_and_flat_keys(flat: Path) -> None:
@@ -294,17 +285,28 @@ def test_bsp_refuses_asynchronous_keys(flat: Path) -> None:
         ("macrobatch is true, but sync_mode bsp takes 32 minibatches per update already", "configs/flat.yml:19:13")]
 
 
-@pytest.mark.parametrize(("entries", "what"), [
-    ([0, 1, 2, 2], "module_to_stage_map names 3 stages, but the partition has 4: [12, 13, 13, 11]"),
-    ([0, 2, 1, 3, 3], "module_to_stage_map is [0, 2, 1, 3, 3], which goes back to an earlier stage"),
-    ([0, 1, 2, 3], "module_to_stage_map is [0, 1, 2, 3]; 4 stages need 5 entries, one per stage and the loss"),
-    ([0, 1, 1, 2, 3], "module_to_stage_map is [0, 1, 1, 2, 3]; 4 stages need 5 entries, one per stage and the loss"),
-    ([1, 2, 3, 4, 4], "module_to_stage_map is [1, 2, 3, 4, 4]; 4 stages need 5 entries, one per stage and the loss"),
-])
-def test_module_to_stage_map(flat: Path, entries: list[int], what: str) -> None:
-    write("mp_conf.json", RANKS | {"module_to_stage_map": entries})
-    assert errors(flat) == [(what, f"{Path.cwd() / JSON}/mp_conf.json:1:25",
-                             "with one module per stage and the loss it is [0, 1, 2, 3, 3]")]
+def maps(entries: list[int]) -> str:
+    return json.dumps(RANKS | {"module_to_stage_map": entries})
+
+
+@pytest.mark.parametrize(("name", "content", "what", "place", "hint"), [
+    ("mp_conf", maps([0, 1, 2, 2]), "module_to_stage_map names 3 stages, but the partition has 4: [12, 13, 13, 11]",
+     "1:25", "with one module per stage and the loss it is [0, 1, 2, 3, 3]"),
+    ("mp_conf", maps([0, 2, 1, 3, 3]), "module_to_stage_map is [0, 2, 1, 3, 3], which goes back to an earlier stage",
+     "1:25", "with one module per stage and"),
+    *(("mp_conf", maps(entries), f"module_to_stage_map is {entries}; 4 stages need 5 entries, one per stage and the "
+       "loss", "1:25", "with one module per stage and") for entries in (
+           [0, 1, 2, 3], [0, 1, 1, 2, 3], [1, 2, 3, 4, 4])),
+    ("mp_conf", json.dumps(RANKS | {"stage_to_depth_map": {"0": 1, "x": 0}}),
+     "stage_to_depth_map names the stages 0, x; there are 4", "1:127", 'name each stage once, as "0", "1", ..., or'),
+    ("vpipe", '{\n\t"partition":\t[12,13,13],\n\t"recompute_ratio":[0,0,2]\n}\n',
+     "recompute_ratio[2] must be a number from 0 to 1, got 2", "3:25", ""),
+    ("vpipe", '{"partition": [1, 2\n}\n', "the JSON cannot be read: expected ',' or ']', but got '}'", "2:1", "")])
+def test_one_mistake_of_a_json_file(flat: Path, name: str, content: str, what: str, place: str, hint: str) -> None:
+    (JSON / f"{name}.json").write_text(content)
+    [(found, where, remedy)] = errors(flat)
+    assert (found, where) == (what, f"{Path.cwd() / JSON}/{name}.json:{place}")
+    assert remedy.startswith(hint)
 
 
 def test_mistakes_of_both_json_files_at_once(flat: Path) -> None:
@@ -317,13 +319,6 @@ def test_mistakes_of_both_json_files_at_once(flat: Path) -> None:
         ("module_to_stage_map[1] must be a whole number, got '1'", f"{folder}/mp_conf.json:1:29"),
         ("stage_to_rank_map.0 must be a list, got 0", f"{folder}/mp_conf.json:2:29"),
     ]
-
-
-def test_broken_json_shows_its_place(flat: Path) -> None:
-    (JSON / "vpipe.json").write_text('{"partition": [1, 2\n}\n')
-    [(what, where, _)] = errors(flat)
-    assert what == "the JSON cannot be read: expected ',' or ']', but got '}'"
-    assert where == f"{Path.cwd() / JSON}/vpipe.json:2:1"
 
 
 def test_later_checks_point_into_the_json(flat: Path) -> None:
@@ -345,13 +340,6 @@ def test_replicated_stages(flat: Path) -> None:
     assert parallel.placement == ((0, 1), (2,), (3,), (4,))
     [(what, _, _)] = errors(flat)
     assert what == "machines lists 4, but stage_to_rank_map has 5 ranks"
-
-
-def test_depths_name_every_stage(flat: Path) -> None:
-    write("mp_conf.json", RANKS | {"stage_to_depth_map": {"0": 1, "x": 0}})
-    assert errors(flat) == [
-        ("stage_to_depth_map names the stages 0, x; there are 4", place("mp_conf.json", '{"0": 1'),
-         'name each stage once, as "0", "1", ..., or leave it out')]
 
 
 def test_native_keys_that_the_flat_form_has_not_may_stand_in_it(flat: Path) -> None:

@@ -136,18 +136,6 @@ def test_layers_and_what_crosses_each_cut() -> None:
         ("source_ids", "source_mask"), ("source_mask", "target_ids"), ("source_mask", "labels")]
 
 
-def test_padding_changes_nothing_and_a_token_sees_no_later_one() -> None:
-    model, batch = translation_from_settings(settings_of()), batch_of()
-    modules = model.materialize(2).eval()
-    expected = below_head(model, modules, batch)
-    batch["source_ids"][1, 4:] = 9
-    assert torch.equal(below_head(model, modules, batch), expected)
-    batch["target_ids"][:, 3:] = 9
-    assert torch.equal(below_head(model, modules, batch)[:, :3], expected[:, :3])
-    alone = {name: tensor[1:2, :4] if name.startswith("source") else tensor[1:2] for name, tensor in batch.items()}
-    assert torch.allclose(below_head(model, modules, alone)[:, :3], expected[1:2, :3], atol=1e-5)
-
-
 def test_labels_are_smoothed_in_training_alone() -> None:
     model, batch = translation_from_settings(settings_of(smoothing=0.1)), batch_of()
     head, labels = model.materialize(2)["head"], batch["labels"]
