@@ -117,3 +117,18 @@ def test_without_a_compiler_inductor_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CXX", "g++-99")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no g\+\+-99"):
         check_compiled("inductor", build("1f1b", Layout.LOOP(2, 1), 4), torch.device("cpu"))
+
+
+@pytest.mark.system
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_is_near() -> None:
+    """It fuses operations, so it adds in another order; weight versions are as they must be."""
+    model = Model.sequential(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))),
+                             loss=nn.MSELoss())
+    batches = [{"input": torch.randn(8, 8), "target": torch.randn(8, 8)}] * 3
+    plain, fused = ([step.loss for step in Pipeline(
+        model, partial(torch.optim.AdamW, lr=1e-2), stages=2, schedule="pipedream", microbatches=4,
+        execution=Execution(compile=how)).train(batches)] for how in (False, True))
+    assert fused == pytest.approx(plain, rel=1e-4)

@@ -47,14 +47,16 @@ def small_norm() -> Model:
     return Model([*layers[:2], layers[-1]], norm_model().batch)
 
 
-@pytest.mark.parametrize(("model", "arguments"), [
-    (small, {"schedule": "1f1b"}), (small_norm, {"schedule": "gpipe", "recompute": 0.5})])
-def test_an_interrupt_at_any_instruction_leaves_the_oracles_losses(model: Any, arguments: dict[str, Any],
+@pytest.mark.parametrize(("model", "seeds", "arguments"), [
+    (small, 20, {"schedule": "1f1b"}), (small_norm, 20, {"schedule": "gpipe", "recompute": 0.5}),
+    *(pytest.param(*case, marks=[pytest.mark.system, pytest.mark.long]) for case in (
+        (untied, 500, {"schedule": "1f1b", "stages": 3}), (norm_model, 500, {"schedule": "gpipe", "recompute": 0.5})))])
+def test_an_interrupt_at_any_instruction_leaves_the_oracles_losses(model: Any, seeds: int, arguments: dict[str, Any],
                                                                    tmp_path: Path) -> None:
-    pipe = Interrupted(model, 60, tmp_path / "saved", **arguments)
-    for seed in range(20):
+    pipe = Interrupted(model, 3 * seeds, tmp_path / "saved", **arguments)
+    for seed in range(seeds):
         pipe.press(seed)
-    assert pipe.interrupted >= 15
+    assert pipe.interrupted >= 0.75 * seeds
     pipe.compare()
 
 

@@ -25,7 +25,7 @@ from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
-from vpipe.schedules.size import Placement
+from vpipe.schedules.size import Placement, default_placement
 
 pytestmark = pytest.mark.jobs
 
@@ -132,3 +132,18 @@ def test_every_schedule_with_a_flush(world: World, tmp_path: Path) -> None:
     assert len(own) == len(RegisteredSchedule.names()) - 5, "three are asynchronous, two have copies of their stages"
     run_all(world, {**own, "searched": searched(UNEVEN, 6), "blocks": searched(BLOCKS, 5),
                     "turns": CsvFile.read(out_of_turn).schedule}, tmp_path)
+
+
+@pytest.mark.system
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 5), (2, 6), (3, 3), (3, 7), (5, 10)])
+def test_every_schedule_in_many_sizes(ranks: int, microbatches: int, forked: None, tmp_path: Path) -> None:
+    schedules = {**dict(exportable(ranks, microbatches, more_chunks=(2, 3, 4))),
+                 "searched": searched(default_placement(ranks), microbatches)}
+    assert {"1f1b_1", "zb_h1_1"} <= schedules.keys()
+    world = World(ranks, tmp_path)
+    try:
+        for name, schedule in schedules.items():  # a job each: a world gives each a time
+            run_all(world, {name: schedule}, tmp_path)
+    finally:
+        world.close()

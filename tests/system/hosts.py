@@ -153,17 +153,9 @@ class Host:
         (self.home / "sshd.log").unlink()
         self._sshd = None
 
-    def bar(self) -> None:
-        """No key opens this host any longer."""
-        (self.home / ".ssh/authorized_keys").write_text("")
-
     def hide(self, folder: Path) -> None:
         """An empty folder of this host's own in place of ``folder``."""
         self.run(["mount", "-t", "tmpfs", "none", folder], check=True)
-
-    def show(self, folder: Path) -> None:
-        """Undo :meth:`hide` or :meth:`bind`."""
-        self.run(["umount", folder], check=True)
 
     def bind(self, source: Path, target: Path) -> None:
         """``source`` in place of ``target`` on this host."""
@@ -211,17 +203,6 @@ class Hosts(Sequence[Host]):
     def mend(self, host: Host) -> None:
         """Plug it in again."""
         self._in_switch("ip", "link", "set", host.name, "up")
-
-    def limit(self, host: Host, rate: str) -> None:
-        """What goes through the host's cable, each way; ``rate`` such as ``100mbit``."""
-        shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
-        self._in_switch("tc", "qdisc", "replace", "dev", host.name, *shape)
-        host.run(["tc", "qdisc", "replace", "dev", "eth0", *shape], check=True)
-
-    def free(self, host: Host) -> None:
-        """Undo :meth:`limit`."""
-        self._in_switch("tc", "qdisc", "del", "dev", host.name, "root")
-        host.run(["tc", "qdisc", "del", "dev", "eth0", "root"], check=True)
 
     def stop(self) -> None:
         """End everything on all hosts; the kernel takes the networks and mounts away."""

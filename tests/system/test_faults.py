@@ -89,10 +89,3 @@ def test_a_cut_link_ends_both_sides_within_the_timeout(run: Run) -> None:
     for rank in (0, 1, 3):
         assert re.match(r"rank 2 \(stage 2\) on host1 gave no sign of life for \d+\.?\d* s; ", said[rank]), said[rank]
     assert re.match(r"rank 0 \(stage 0\) on host0 gave no sign of life for \d+\.?\d* s; ", said[2]), said[2]
-
-
-@pytest.mark.parametrize("run", [20.0], indirect=True)
-def test_a_stopped_rank_ends_all_others_within_the_timeout(run: Run) -> None:
-    run.signal(3, signal.SIGSTOP)
-    for said in run.ends([0, 1, 2], 20).values():
-        assert re.match(r"rank 3 \(stage 3\) on host2 gave no sign of life for \d+\.?\d* s; ", said), said
