@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from watched_ranks import PACE, Ranks, Waiting, hello, until
+from watched_ranks import PACE, Ranks, Waiting, until
 
 from vpipe.distributed.failure_detector import RankState, Wait, WatchdogTiming
 from vpipe.distributed.wait_graph import MOST_SHOWN, LongWaits
@@ -61,16 +61,6 @@ def test_the_first_rank_shows_the_chain_once_and_its_end_once(soon: Ranks, log: 
     assert "here: rank 2 (stage 2) on b has waited 0." in written
     assert "here: rank 0 (stage 0) on a has been running 0B12 for " in written
     assert "in test_the_first_rank_shows_the_chain" in written or "in until" in written  # the stack of the main thread
-
-
-def test_a_rank_that_is_silent_meanwhile_is_said_to_be(soon: Ranks) -> None:
-    detector = soon.start(3, without=(2,))
-    line = hello(detector, 2)
-    soon.watches[1].transfer = Waiting(2)
-    until(lambda: soon.shown)
-    assert re.search(r"from rank 2 \(stage 2\) on b;\n  rank 2 \(stage 2\) on b has given no sign of life for \d\.?\d* "
-                     r"s: it is stopped, or its host is down or cut off", soon.shown[0]), soon.shown[0]
-    line.close()
 
 
 def test_two_that_wait_for_one_another_are_a_deadlock_in_the_error_too(soon: Ranks) -> None:

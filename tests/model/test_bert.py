@@ -142,21 +142,6 @@ def test_loss_and_gradients_stay_finite(hopeless: str) -> None:
         assert torch.isfinite(parameter.grad).all(), name
 
 
-def test_dropout_repeats_under_a_seed_and_is_off_in_eval() -> None:
-    model = bert(SMALL)
-    modules = model.materialize()
-    batch = batch_of(SMALL)
-
-    def loss(seed: int) -> float:
-        torch.manual_seed(seed)
-        return chained(model, modules, batch).item()
-
-    modules.train()
-    assert loss(1) == loss(1) != loss(2)
-    modules.eval()
-    assert loss(1) == loss(2)
-
-
 @pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
 def test_each_dropout_acts_by_itself(name: str) -> None:
     none = {**vars(SMALL), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -190,13 +190,6 @@ def test_the_loss_joins_the_last_child_in_both_modes() -> None:
     assert not torch.equal(module(x, target)[0], nn.functional.mse_loss(x, target))
 
 
-def test_one_child_is_a_model_of_one_layer() -> None:
-    model = Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.MSELoss())
-    assert [(layer.inputs, layer.outputs) for layer in model.layers] == [(("input", "target"), ("loss", "output"))]
-    assert len(model) == 1
-    assert model.index("0") == 0
-
-
 def test_an_empty_sequential_is_refused() -> None:
     with pytest.raises(UserError) as error:
         Model.sequential(nn.Sequential(), nn.MSELoss())

@@ -54,12 +54,6 @@ def test_a_stage_knows_its_layers_tensors_and_fields() -> None:
         StageSpec(3, range(5, 6), ("h",), ("loss",), ("labels",), {}))
 
 
-def test_outputs_of_a_stage_are_the_inputs_of_the_next() -> None:
-    for sizes in compositions(6):
-        specs = SKIPPING.split(sizes)
-        assert all(a.outputs == b.inputs for a, b in pairwise(specs))
-
-
 def test_fields_go_to_every_stage_that_reads_them_in_the_order_of_the_batch() -> None:
     model = Model([layer("a", "y x", "h"), layer("b", "h x", "h"), layer("c", "h y", "loss")], ("x", "y"))
     assert [spec.fields for spec in model.split([1, 1, 1])] == [("x", "y"), ("x",), ("y",)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
-from test_solve import by_formula, compositions
+from test_solve import by_formula, compositions, seconds
 
 from vpipe.errors import UserError
 from vpipe.plan.prediction import predict
@@ -22,10 +22,6 @@ from vpipe.plan.solver.solve import GAINED, Solution, solve
 def both(request: PlanRequest) -> Solution:
     """Without and with ZeRO-1."""
     return solve(request, request.with_zero1)
-
-
-def seconds(solution: Solution) -> float:
-    return solution.plan.predicted.seconds_per_sample
 
 
 def rows(solution: Solution) -> dict[str, str]:

@@ -8,19 +8,15 @@ from typing import Literal
 
 import pytest
 from profiles import KIB, any_profile, transformer
+from test_solve import seconds
 
 from vpipe.app.sizes import parse_size
 from vpipe.errors import UserError
 from vpipe.plan.solver.choice import equal_widths
 from vpipe.plan.solver.request import PlanRequest
-from vpipe.plan.solver.solve import Solution, solve
+from vpipe.plan.solver.solve import solve
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import RegisteredSchedule
-
-
-def seconds(solution: Solution) -> float:
-    assert solution.plan.predictions is not None
-    return solution.plan.predictions.seconds_per_sample
 
 
 def test_nothing_that_was_simulated_and_fits_is_faster_than_the_plan() -> None:

@@ -25,7 +25,7 @@ from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
-from vpipe.schedules.size import Placement, default_placement
+from vpipe.schedules.size import Layout, Placement
 
 pytestmark = pytest.mark.jobs
 
@@ -139,7 +139,7 @@ def test_every_schedule_with_a_flush(world: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 5), (2, 6), (3, 3), (3, 7), (5, 10)])
 def test_every_schedule_in_many_sizes(ranks: int, microbatches: int, forked: None, tmp_path: Path) -> None:
     schedules = {**dict(exportable(ranks, microbatches, more_chunks=(2, 3, 4))),
-                 "searched": searched(default_placement(ranks), microbatches)}
+                 "searched": searched(Layout.LOOP(ranks), microbatches)}
     assert {"1f1b_1", "zb_h1_1"} <= schedules.keys()
     world = World(ranks, tmp_path)
     try:

@@ -23,10 +23,6 @@ def test_a_rank_without_a_program_has_a_row() -> None:
     assert draw_grid(programs("0F0"), [(1, 0)]).splitlines() == ["rank 0 0F0", "rank 1 end <-- here"]
 
 
-def test_an_empty_grid() -> None:
-    assert draw_grid([], []) == ""
-
-
 def long_programs() -> list[list[Action]]:
     """The second rank has twice as many actions."""
     return programs(" ".join(f"0F{i}" for i in range(100)), " ".join(f"1F{i}" for i in range(200)))

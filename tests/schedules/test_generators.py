@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -11,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules import registry
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
-from vpipe.schedules.generators.dualpipe import unfolded
 from vpipe.schedules.loads import rank_loads
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -178,29 +175,6 @@ def test_chimera_as_published(ranks: int) -> None:
         assert peaks == [ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)]
     unit = simulate(made("chimera", ranks, ranks), Costs.uniform(Size(ranks, ranks, 1, 1), 3, 2, 2))
     assert unit.makespan_s == ranks * 3 + (2 * ranks - 2) * 4
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 6])
-def test_chimera_beside_a_wave_unfolded(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For m = p alike; for longer batches the wave keeps its bubble, where B = 2F, and holds p microbatches."""
-    def wave(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-        return unfolded(RegisteredSchedule.named("hanayo").program, rank, ranks, microbatches)
-
-    monkeypatch.setattr(registry, "_REGISTERED", {
-        **registry._REGISTERED, "wave": replace(RegisteredSchedule.named("chimera"), name="wave", program=wave,
-                                             peak_activations=lambda rank, size: size.ranks)})
-    assert made("wave", ranks, ranks).rank_peaks == made("chimera", ranks, ranks).rank_peaks
-    for units in (1, 2, 5):
-        schedule = prove("wave", both_ways(ranks), units * ranks)
-        assert bubble_s(schedule.compute_only()) == 2 * (ranks - 2)
-        assert bubble_s(made("chimera", ranks, units * ranks)) == (ranks - 2) * (units + 1)
-        assert units == 1 or {fact.peak_activations for fact in schedule.rank_peaks} == {ranks}
-
-
-def test_two_copies_of_the_weights() -> None:
-    for name in ("chimera", "dualpipe"):
-        placement = made(name, 6, 12).placement
-        assert placement == ((0, 5), (1, 4), (2, 3), (3, 2), (4, 1), (5, 0))
 
 
 def paired_bubble_s(schedule: Schedule, forward_s: int, input_s: int, weight_s: int) -> int:

@@ -68,13 +68,6 @@ def by_hand(*programs: str, ties: dict[int, tuple[int, ...]]) -> Schedule:
                     versions=(1, 1, 1, 1), ties=ties)
 
 
-def test_neighbours_on_one_rank_need_no_transfer() -> None:
-    schedule = by_hand("0F0 3F0 3B0 0B0 0STEP0 3STEP0", "1F0 2F0 2B0 1B0 1STEP0 2STEP0", ties={})
-    assert texts(lower(schedule)) == [
-        "3RECV_F0 0F0 0SEND_F0 3F0 0RECV_B0 3B0 3SEND_B0 0B0 0STEP0 3STEP0",
-        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 1STEP0 2STEP0"]
-
-
 def test_a_weight_borrowed_from_the_same_rank_and_by_another() -> None:
     """The owner steps when the borrower beside it has its gradients; both of its borrowers share its versions."""
     schedule = by_hand("0F0 3F0 3I0 0B0 0STEP0 3W0 3STEP0", "1F0 2F0 2B0 1B0 1STEP0 2STEP0", ties={0: (2, 3)})

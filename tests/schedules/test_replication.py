@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +19,6 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.csv_format import CsvFile
-from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule
@@ -84,38 +82,6 @@ def test_any_widths_are_proved_and_every_microbatch_goes_to_its_replica(case: Ca
                 mine = list(range(replica, case.microbatches, len(ranks)))
                 halves = any(action.op is Op.WEIGHT for action in schedule.programs[rank])
                 assert taken == ([] if op.completes and halves is (op is Op.BACKWARD) and mine else mine)
-
-
-@given(cases())
-def test_every_update_has_the_gradients_of_its_round(case: Case) -> None:
-    schedule = case.built()
-    for stage, ranks in enumerate(case.placement):
-        rounds: list[set[int]] = []
-        for rank in ranks:
-            update = 0
-            for action in schedule.programs[rank]:
-                rounds += [set()] * (update == len(rounds))
-                if action.op.completes:
-                    rounds[update] = rounds[update] | {action.microbatch}
-                update += action.op is Op.STEP
-            assert update == schedule.updates(stage), "a replica with no microbatch of a round steps, too"
-        span = case.span(stage)
-        assert rounds[:schedule.updates(stage)] == [set(range(first, min(first + span, case.microbatches)))
-                                                    for first in range(0, case.microbatches, span)]
-
-
-VERSION: dict[str, Callable[[int, int, int, int], int]] = {  # of (microbatch, width, depth, every)
-    "pipedream": lambda i, w, d, k: max(0, (i // w - d) // k),
-    "2bw": lambda i, w, d, k: max(0, i // w // k - 1),
-}
-
-
-@given(cases(STREAMS))
-def test_versions(case: Case) -> None:
-    assert case.every is not None
-    schedule = case.built()
-    for (stage, microbatch), version in Graph.from_schedule(schedule).version.items():
-        assert version == VERSION[case.name](microbatch, case.widths[stage], depth(case.widths, stage), case.every)
 
 
 @given(cases(("1f1b", *STREAMS)))

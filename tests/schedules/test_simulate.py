@@ -77,27 +77,6 @@ def test_golden_peaks(ranks: int, microbatches: int) -> None:
 
 # Examples by hand
 
-def test_latency_and_bandwidth() -> None:
-    stage = StageCosts(1, 1, 1, output_bytes=4)
-    timeline = simulate(built("1f1b", 2, 2), Costs((stage,) * 2, Link(HALF, bytes_per_s=8)))
-    assert transfers(timeline) == ["0SEND_F0 0>1 1-2", "0SEND_F1 0>1 2-3", "1SEND_B0 1>0 5-11/2", "1SEND_B1 1>0 8-17/2"]
-    assert times(timeline, 0) == "0F0:0-1 0F1:1-2 0B0:11/2-15/2 0B1:17/2-21/2 0STEP0:21/2-21/2"
-    assert times(timeline, 1) == "1F0:2-3 1B0:3-5 1F1:5-6 1B1:6-8 1STEP0:8-8"
-    assert (timeline.makespan_s, timeline.work_s, timeline.busy_s) == (Fraction(21, 2), (6, 6), (6, 6))
-    assert (timeline.idle_s, timeline.bubble_s) == ((Fraction(9, 2), 0), Fraction(9, 2))
-
-
-def test_transfers_queue_on_their_link_but_not_against_those_that_come_back() -> None:
-    stages = (StageCosts(1, 1, 0),) * 2
-    timeline = simulate(built("gpipe", 2, 3), Costs(stages, links={(0, 1): Link(3), (1, 0): Link(2)}))
-    assert transfers(timeline) == [
-        "0SEND_F0 0>1 1-4", "0SEND_F1 0>1 4-7", "0SEND_F2 0>1 7-10",
-        "1SEND_B0 1>0 12-14", "1SEND_B1 1>0 14-16", "1SEND_B2 1>0 16-18"]
-    assert times(timeline, 1) == "1F0:4-5 1F1:7-8 1F2:10-11 1B0:11-12 1B1:12-13 1B2:13-14 1STEP0:14-14"
-    both = simulate(built("1f1b", 2, 4), Costs(stages, links={(0, 1): Link(6), (1, 0): Link(2)}))
-    assert {"0SEND_F2 0>1 13-19", "1SEND_B1 1>0 15-17"} < set(transfers(both))
-
-
 def test_without_overlap_both_ranks_are_busy_with_a_transfer() -> None:
     costs = Costs((StageCosts(1, 1, 1),) * 2, Link(1), overlap=False)
     timeline = simulate(built("gpipe", 2, 2), costs)
@@ -183,29 +162,6 @@ def replicas(*widths: int) -> Placement:
     return tuple(tuple(range(sum(widths[:stage]), sum(widths[:stage + 1]))) for stage in range(len(widths)))
 
 
-TWICE = (StageCosts(2, 2, 2), StageCosts(1, 1, 1))
-"""Stage 0 takes twice as long as stage 1: with two replicas of it they are balanced."""
-
-
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
-def test_two_replicas_of_a_stage_twice_as_heavy(name: str) -> None:
-    """Every rank of 2-1 has 3 s of work per microbatch of all, of 1-1 the first one 6; so twice the throughput."""
-    for widths, per_microbatch in ((1, 1), 6), ((2, 1), 3):
-        short, long = (simulate(build(name, replicas(*widths), m), Costs(TWICE)).makespan_s for m in (12, 112))
-        assert long - short == 100 * per_microbatch
-
-
-def test_replicas_take_turns_and_step_together() -> None:
-    """B1 of rank 1 ends at 12, B0 of rank 0 at 9: rank 0 waits 3 s for its step; then both go on at once."""
-    timeline = simulate(build("pipedream", replicas(2, 1), 6), Costs(TWICE))
-    assert times(timeline, 0) == ("0F0:0-2 0F2:2-4 0B0:5-9 0STEP0:12-12 0F4:12-14 0B2:14-18 0STEP1:18-18 "
-                                  "0B4:18-22 0STEP2:24-24")
-    assert times(timeline, 1) == ("0F1:0-2 0F3:2-4 0B1:8-12 0STEP0:12-12 0F5:12-14 0B3:14-18 0STEP1:18-18 "
-                                  "0B5:20-24 0STEP2:24-24")
-    assert times(timeline, 2).startswith("1F0:2-3 1B0:3-5 1STEP0:5-5 1F1:5-6 1B1:6-8")
-    assert (timeline.idle_s, timeline.bubble_s) == ((6, 6, 0), 6)
-
-
 def test_the_parts_of_a_sum_and_what_comes_of_them_have_transfers() -> None:
     """Of 8 bytes each of 2 replicas sends the other 4, twice; at 0.5 s and 8 bytes/s."""
     stage = StageCosts(1, 1, 1, step_s=1, reduce_bytes=8)
@@ -286,11 +242,6 @@ def test_memory_of_weight_versions() -> None:
     timeline = simulate(schedule, Costs((StageCosts(1, 1, 1, version_bytes=10),) * 2))
     assert timeline.memory[0] == ((0, 10), (0, 11), (1, 12), (6, 11), (6, 21), (6, 22), (9, 11), (9, 21), (12, 10))
     assert timeline.peak_bytes == (22, 11)
-
-
-def test_one_version_without_a_use_between() -> None:
-    schedule = built("1f1b", 2, 3)
-    assert simulate(schedule, Costs((StageCosts(1, 1, 1, version_bytes=10),) * 2)).peak_bytes == (12, 11)
 
 
 def test_memory_of_a_version_kept_for_later() -> None:

@@ -19,7 +19,7 @@ SOON_S = 15.0
 MOMENTS = {
     # By 4 microbatches a step; the failure comes in the fifth step, after the checkpoint of step 4.
     "1f1b": {"warm-up": ("forward", 16), "steady": ("backward", 17), "cooldown": ("backward", 19), "step": ("step", 4),
-             "write": ("write", 1), "commit": ("commit", 1), "evaluation": ("evaluation", 5)},
+             "write": ("write", 1), "evaluation": ("evaluation", 5)},
     # By one microbatch a step; the pipeline runs empty after 5, 7, 10, 14 and 15.
     "pipedream": {"warm-up": ("forward", 10), "steady": ("backward", 11), "cooldown": ("backward", 13),
                   "step": ("step", 11), "write": ("write", 1), "evaluation": ("evaluation", 5)}}

@@ -59,14 +59,6 @@ def test_out_of_memory(place: Place, outcome: Outcome, bench: Bench) -> None:
     check_resumed(run, resumed, bench)
 
 
-@alone(failure("kill", "1f1b", "commit", 0))
-def test_a_run_killed_before_a_checkpoint_has_its_name_is_resumed(outcome: Outcome, bench: Bench) -> None:
-    run, ended, _, resumed = outcome
-    [error] = ended.errors
-    assert error.startswith(f"error: rank 0 (stage 0) {KILLED_SAYS}")
-    check_resumed(run, resumed, bench)
-
-
 @alone(failure("terminate", "pipedream", "steady", 1))
 def test_a_rank_that_is_asked_to_end(outcome: Outcome) -> None:
     """As SLURM asks: all leave off after the same step, and save. The pipeline runs empty there, once more than in a

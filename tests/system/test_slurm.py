@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -164,23 +163,3 @@ def test_a_job_that_goes_back_into_the_queue_goes_on(cluster: Cluster, work: Pat
     assert "Traceback" not in text
     check_updates(run, 40)
     assert losses(run) == oracle(job_of(tmp_path, **sizes), 40).losses
-
-
-@pytest.mark.extras("async_threaded", "orion")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_the_orion_library_before_srun(cluster: Cluster, work: Path) -> None:
-    """The command of orion.md: every rank has the library, and trains the losses of a run without it."""
-    shutil.copytree(ROOT / "kernel_intercept", work / "kernel_intercept", ignore=shutil.ignore_patterns("build"))
-    shutil.copy(ROOT / "Makefile", work)
-    subprocess.run(["make", "orion"], cwd=work, check=True, capture_output=True)
-    threaded = SIZES | {"parallel__schedule": "gpipe", "parallel__executor": "async_threaded"}
-    write_config(work, **threaded).rename(work / CONFIG)
-    (work / "says.py").write_text("from vpipe.extras.orion.scheduler import get_scheduler\n"
-                                  "print('preloaded:', get_scheduler().is_preloaded)\n")
-    done = cluster.command("env", f"LD_PRELOAD={work}/kernel_intercept/build/libgpu_scheduler.so",
-                           "USE_ORION_SCHEDULER=1", "srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", VPIPE,
-                           "train", CONFIG, "--import", "says.py", cwd=work)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("preloaded: True") == 4
-    assert "orion: inactive (ranks compute on cpu" in done.stdout
-    assert losses(only_run(work / "runs")) == oracle(job_of(work, **threaded), 3).losses

@@ -87,12 +87,11 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
 
 
 def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any], its_rank: bool) -> None:
-    """``write``: half of a rank's file is written; ``commit``: all is, but for the checkpoint's name. What fills a disk
-    for a while leaves with the next file of the very rank that filled it: another's may come a moment after."""
+    """``write``: half of a rank's file is written. What fills a disk for a while leaves with the next file of the very
+    rank that filled it: another's may come a moment after."""
     from vpipe.checkpoint import shards
-    from vpipe.checkpoint.directory import Checkpoints
 
-    write, commit = shards.save_file, Checkpoints.commit
+    write = shards.save_file
 
     def writes(tensors: Any, path: Path) -> None:
         filler = path.parents[1] / "filler"
@@ -107,13 +106,7 @@ def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any], its_rank
             filler.unlink(missing_ok=True)
         write(tensors, path)
 
-    def commits(self: Checkpoints, step: int) -> Path:
-        if reached("commit"):
-            go_wrong(trigger)
-        return commit(self, step)
-
     shards.save_file = writes
-    Checkpoints.commit = commits  # type: ignore[method-assign]
 
 
 def go_wrong(trigger: dict[str, Any]) -> None:
