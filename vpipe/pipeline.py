@@ -257,7 +257,8 @@ class Pipeline:
                 optimizer's steps changed, without the extrapolation over the delay.
             averaged: the average that follows the weights (``Update(average=...)``) in place of those that are trained.
         """
-        return self.sharded.state_dict() if sharded else self.engine.state(corrected, averaged)
+        return self.sharded.state_dict() if sharded else self.engine.state(
+            "average" if averaged else "trained" if corrected else "uncorrected")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict` on every rank before training: a whole model; or, with the optimizer's state and

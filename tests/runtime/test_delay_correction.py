@@ -42,7 +42,8 @@ class FrozenHead:
 
 def extrapolations(pipe: Pipeline) -> dict[int, Extrapolation]:
     return {s: each for worker in pipe.engine.workers.values()
-            for s, each in worker.optimizer_steps.extrapolations.items()}
+            for s, companions in worker.optimizer_steps.companions.items() for each in companions.values()
+            if isinstance(each, Extrapolation)}
 
 
 def factors(pipe: Pipeline) -> list[float]:
@@ -82,16 +83,16 @@ def test_weights_are_the_sum_of_plain_changes_and_the_look_ahead() -> None:
     begins, sums = pipe.state_dict(), {name: each.double() for name, each in pipe.state_dict().items()}
     for count, _ in enumerate(pipe.train(rich_batches(3, 8), pauses=1), 1):  # the pipeline is empty after every update
         for each in extrapolations(pipe).values():
-            for name, change in each.last_changes.items():
+            for name, change in each.values.items():
                 sums[name] += change.double()
         plain, state = pipe.state_dict(corrected=False), pipe.state_dict()
         for each in extrapolations(pipe).values():
-            for name, change in each.last_changes.items():
+            for name, change in each.values.items():
                 bound = 3 * count * torch.finfo(torch.float32).eps * float(state[name].abs().max())
                 assert (plain[name] - sums[name]).abs().max() <= bound
                 assert (state[name] - sums[name] - each.factor * change).abs().max() <= bound
                 assert not torch.equal(state[name], plain[name])
-    kept = {name for each in extrapolations(pipe).values() for name in each.last_changes}
+    kept = {name for each in extrapolations(pipe).values() for name in each.values}
     assert kept == {name for name in begins if name.split(".")[0] not in ("mix2", "head")}
     assert all(torch.equal(plain[name], state[name]) for name in begins if name not in kept)
 
@@ -131,7 +132,7 @@ def test_a_parameter_without_a_gradient_has_changed_by_nothing() -> None:
     steps = []
     for step in pipe.train(batches, pauses=1):
         steps.append(step)
-        changes = extrapolations(pipe)[0].last_changes
+        changes = extrapolations(pipe)[0].values
         assert [bool(changes[f"raw0.{name}"].any()) for name in ("short", "long")] == [
             step.index % 2 == 0, step.index % 2 == 1]
     assert_same(pipe, steps, oracle_of(pipe, batches, drained_at=range(4, 20, 4)))
@@ -260,7 +261,7 @@ def test_loaded_under_another_delay_the_weights_without_the_look_ahead_stay(tmp_
 
 def factors_of(pipe: Pipeline) -> dict[str, float]:
     """By parameter."""
-    return {name: each.factor for each in extrapolations(pipe).values() for name in each.last_changes}
+    return {name: each.factor for each in extrapolations(pipe).values() for name in each.values}
 
 
 @pytest.mark.parametrize("then", [CUT | EXTRAPOLATE, {"schedule": "1f1b", "partition": [3, 5]}])

@@ -142,7 +142,7 @@ def test_a_checkpoint_does_not_depend_on_who_owns(schedule: Mapping[str, Any], m
     pipe, place = run((2, 3), True, without)
     assert_same_state(dict(sorted(place[1].items())), dict(sorted(expected[1].items())))
     assert_same_state(pipe.state_dict(), plain.state_dict())
-    assert_same_state(pipe.engine.state(corrected=False), plain.engine.state(corrected=False))
+    assert_same_state(pipe.engine.state("uncorrected"), plain.engine.state("uncorrected"))
     if schedule is FLUSH:  # without one, what is late depends on the widths
         other, ours = run((4, 1), False, with_owners), run((4, 1), True, without)
         assert_same_state(dict(sorted(ours[1][1].items())), dict(sorted(other[1][1].items())))

@@ -16,7 +16,7 @@ from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
-from vpipe.runtime.optimizer_step import LossScaler, OptimizerSteps, WeightAverage
+from vpipe.runtime.optimizer_step import Companion, LossScaler, OptimizerSteps, View, WeightAverage
 from vpipe.runtime.p2p import kept_inputs
 from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes
@@ -116,13 +116,13 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
             if distributed else InProcessTransport(rank, mailbox))
         scaler = LossScaler(precision.loss_scale) if precision.scaled else None
         tied = TiedWeights(ties, frozen_ties, placement, stages, transport)
-        factors = {s: description.delay_correction * mean_delay(schedule, s) for s in stages
-                   if description.delay_correction}
-        steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler,
-                               {s: Extrapolation(stages[s].weights, optimizers[s], factor)
-                                for s, factor in factors.items() if factor},
-                               {s: WeightAverage(stages[s].weights, optimizers[s], update.average) for s in stages
-                                if update.average is not None}, owners)
+        companions: dict[int, dict[View, Companion]] = {s: {} for s in stages}
+        for s, stage in stages.items():
+            if description.delay_correction and (factor := description.delay_correction * mean_delay(schedule, s)):
+                companions[s]["uncorrected"] = Extrapolation(stage, optimizers[s], factor)
+            if update.average is not None:
+                companions[s]["average"] = WeightAverage(stage, optimizers[s], update.average)
+        steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler, companions, owners)
         workers[rank] = make_worker(
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,

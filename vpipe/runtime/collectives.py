@@ -23,7 +23,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
-from vpipe.runtime.optimizer_step import ABSENT
+from vpipe.runtime.optimizer_step import ABSENT, View
 from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage
@@ -132,20 +132,16 @@ class Collectives:
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
         self.exchange = self.job if lanes.count == 1 else exchange(timeout_s=timeout_s, among=lanes.own)
 
-    def state(self, corrected: bool = True, averaged: bool = False) -> dict[str, Tensor]:
+    def state(self, view: View) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
         state: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
             for replica, rank in enumerate(ranks if self._is_parted(ranks) else ranks[:1]):
                 here = self._stage(stage, rank)
                 own = here.own_state(replica) if here else {}
-                if here is not None and not corrected:
-                    steps = self._workers[rank].optimizer_steps
-                    if (extrapolation := steps.extrapolations.get(stage)) is not None:
-                        own |= extrapolation.uncorrected(own)
-                if here is not None and averaged:
-                    trained = {name: leaf for name, leaf in here.trained_names().items() if name in own}
-                    own |= self._workers[rank].optimizer_steps.averages[stage].of(trained)
+                if here is not None:
+                    companion = self._workers[rank].optimizer_steps.companions[stage].get(view)
+                    own = own if companion is None else companion.view(own)
                 own = {name: whole(tensor) for name, tensor in own.items()}
                 if here is not None and replica == 0:  # all names, in their order; other replicas fill them in
                     own = {name: own.get(name, torch.empty(0)) for name in here.state()}

@@ -17,15 +17,17 @@ ahead (SpecTrain, arXiv:1809.02839; XPipe, arXiv:1911.04610), with the optimizer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from vpipe.checkpoint.manifest import last_change_of
 from vpipe.errors import counted
+from vpipe.runtime.optimizer_step import Companion
 from vpipe.runtime.sharded_tensors import local
+from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
-from vpipe.runtime.weight_versions import WeightVersions
 
 _GROUP = {"cpu": 1 << 18}
 """Numbers that are extrapolated at once, by device: on a processor what its cache holds."""
@@ -33,66 +35,45 @@ _GROUP = {"cpu": 1 << 18}
 _GROUP_ELSEWHERE = 1 << 26
 
 
-class Extrapolation:
-    """Step the optimizers of a stage, then extrapolate. A parameter that no optimizer steps stays as it is.
+class Extrapolation(Companion):
+    """Extrapolate every step of a stage's optimizers. A parameter that no optimizer steps stays as it is.
 
     It keeps one more copy of the parameters. During a step it needs another one where that writes over the version
     before: where no microbatch uses it, or versions are rounded.
 
+    Its ``values`` are what the latest step added to the parameters.
+
     Args:
         factor: strength times the mean delay of the stage; not 0.
-
-    Attributes:
-        last_changes: of the parameters that this replica steps, by name: what the latest step added to them.
     """
 
-    def __init__(self, weights: WeightVersions, optimizer: StageOptimizer, factor: float) -> None:
-        self._weights, self._optimizer, self.factor = weights, optimizer, factor
-        own = [name for name in weights.names if name in optimizer.of_parameter and weights.owns(name)]
-        self._positions = list(map(weights.names.index, own))
-        self.last_changes = {name: torch.zeros_like(weights.masters[name].data) for name in own}
+    entry = staticmethod(last_change_of)
 
-    def step(self) -> None:
-        """Step the optimizers, and extrapolate what they changed."""
-        if not self.last_changes:
-            self._optimizer.step()
-            return
-        masters, before = self._own([*self._weights.masters.values()]), self._weights.version_before
+    def __init__(self, stage: Stage, optimizer: StageOptimizer, factor: float) -> None:
+        super().__init__(stage, optimizer)
+        self.factor = factor
+        self._positions = list(map(self._weights.names.index, self.values))
+        self.begin()
+
+    def begin(self) -> None:
+        for change in self.values.values():
+            change.zero_()
+
+    def follow(self, step: Callable[[], object]) -> None:
+        version = self._weights.version_before
         # A version that microbatches still use is there after the step; without one the step writes over it.
-        before = [master.clone() for master in masters] if before is None else self._own(before)
-        self._optimizer.step()
-        for after, earlier, last in _groups(masters, before, list(map(local, self.last_changes.values()))):
+        before = [master.clone() for master in self._masters()] if version is None else [
+            local(version[i]).data for i in self._positions]
+        step()
+        for after, earlier, last in _groups(self._masters(), before, list(map(local, self.values.values()))):
             changes = torch._foreach_sub(after, earlier)
             torch._foreach_sub_(last, changes)  # with all signs turned, which changes no number
             torch._foreach_add_(after, last, alpha=-self.factor)
             torch._foreach_copy_(last, changes)
 
-    def _own(self, of_stage: Sequence[Tensor]) -> list[Tensor]:
-        return [local(of_stage[i]).data for i in self._positions]
-
-    def changes_of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the last changes by the names in the state of the stage, where a parameter may have several."""
-        weights = self._weights
-        by_memory: dict[tuple[int, torch.Size], Tensor] = {}
-        for name, leaf, master in zip(weights.names, weights.leaves(), weights.masters.values(), strict=True):
-            if name in self.last_changes:
-                by_memory |= dict.fromkeys(((local(leaf).data_ptr(), leaf.shape),
-                                            (local(master).data_ptr(), master.shape)), self.last_changes[name])
-        found = ((name, by_memory.get((local(value).data_ptr(), value.shape))) for name, value in state.items())
-        return {name: change for name, change in found if change is not None}
-
-    def factors_of(self, trained: Mapping[str, str]) -> dict[str, float]:
-        """Return the factor by the names in the state of the stage, also of what other replicas step.
-
-        Args:
-            trained: the stage's own weights by these names.
-        """
-        return {name: self.factor for name, own in trained.items() if own in self._optimizer.of_parameter}
-
-    def uncorrected(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters in the state of the stage without what extrapolation has added to them."""
-        return {name: torch.sub(state[name], change, alpha=self.factor)
-                for name, change in self.changes_of(state).items()}
+    def view(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {**state, **{name: torch.sub(state[name], change, alpha=self.factor)
+                            for name, change in self.named().items() if name in state}}
 
 
 def describe_other_factors(changed: Mapping[str, str]) -> str | None:

@@ -30,12 +30,13 @@ from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.delay_correction import describe_other_factors
 from vpipe.runtime.interpreter import Interpreter, Interrupts, RankPrograms, RunningSegment
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
+from vpipe.runtime.optimizer_step import View
 from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
 from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
-from vpipe.runtime.state_dict import LastChanges, StatePart, state_parts
+from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults, read_at_once
 from vpipe.runtime.transport.process_group import is_ordered, tensor_groups
 from vpipe.runtime.worker import Worker, check_runnable
@@ -446,8 +447,8 @@ class Engine:
         with ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.uncounted())
-            self._exchange_loaded((stage, state | worker.optimizer_steps.averages[stage.spec.index].of(
-                stage.trained_names())) for worker, stage, state in before)
+            self._exchange_loaded((stage, worker.optimizer_steps.companions[stage.spec.index]["average"].view(state))
+                                  for worker, stage, state in before)
             try:
                 yield
                 failed = False
@@ -512,15 +513,15 @@ class Engine:
         """Return the stages of this process."""
         return [stage for worker in self.workers.values() for stage in worker.stages.values()]
 
-    def state(self, corrected: bool = True, averaged: bool = False) -> dict[str, Tensor]:
+    def state(self, view: View = "trained") -> dict[str, Tensor]:
         """Return the whole model on every rank, in the order of the layers; see :meth:`vpipe.Pipeline.state_dict`."""
-        if averaged:
+        if view == "average":
             self.check_averaged()
         self._interpreter.check_usable()
         self._compare_replicas()
         self.drain()
         self.collectives.check_replicas()
-        return self.collectives.state(corrected, averaged)
+        return self.collectives.state(view)
 
     # -- save and restore ------------------------------------------------------------------------------
 
@@ -567,8 +568,8 @@ class Engine:
             self._replicas_compared = False
             self._begun = position.within(self._description.microbatches)
             self.position = replace(position, begun=self._begun)
-        [changes] = [part for part in self.parts if isinstance(part, LastChanges)]
-        other_factors = self.collectives.exchange.united(changes.other_factors)
+        [companions] = [part for part in self.parts if isinstance(part, CompanionState)]
+        other_factors = self.collectives.exchange.united(companions.other_factors)
         return describe_other_factors(other_factors) if position.steps else None
 
     def check_restorable(self, position: Position) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from vpipe.checkpoint.manifest import average_of
 from vpipe.description.update import Update
 from vpipe.distributed.watchdog import watch
-from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
 from vpipe.runtime.sharded_tensors import local, norms_of
@@ -24,6 +25,9 @@ from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.size import Placement
+
+View = Literal["trained", "uncorrected", "average"]
+"""Which values of the parameters to look at: those that are trained, or those of a companion."""
 
 _Together = tuple[int, int]
 """A stage and an update whose norms are exchanged; -1 for all stages together."""
@@ -77,37 +81,59 @@ class LossScaler:
             self.value, self.good = min(LARGEST_SCALE, 2 * self.value), 0
 
 
-class WeightAverage:
-    """The exponential moving average of the parameters of a stage that this replica steps, one step after every update.
-
-    It takes the memory of one more copy of them. Source of the arithmetic: ``torch.optim.swa_utils``;
-    :class:`~torch.optim.swa_utils.AveragedModel` starts with the weights after the first update, this one with those
-    before it.
+class Companion(ABC):
+    """Tensors beside the parameters of a stage that this replica steps, one for each, that follow every update: they
+    take the memory of one more copy.
 
     Attributes:
-        values: of the parameters, by name; unrounded, as the optimizer has them.
+        entry: name of a parameter -> name of its tensor in a checkpoint.
+        values: by name of the parameter; unrounded, as the optimizer has them.
     """
 
-    def __init__(self, weights: WeightVersions, optimizer: StageOptimizer, decay: float) -> None:
-        self._weights, self._follow = weights, get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self.values = {name: weights.masters[name].data.clone() for name in weights.names
-                       if name in optimizer.of_parameter and weights.owns(name)}
+    entry: Callable[[str], str]
 
-    def follow(self) -> None:
-        """Take a step towards the weights that an update has made."""
-        if self.values:
-            masters = self._weights.masters
-            self._follow([local(value) for value in self.values.values()],
-                         [local(masters[name]).data for name in self.values], 1)
+    def __init__(self, stage: Stage, optimizer: StageOptimizer) -> None:
+        self._stage, self._weights = stage, stage.weights
+        self.values = {name: master.data.clone() for name, master in stage.weights.masters.items()
+                       if name in optimizer.of_parameter and stage.weights.owns(name)}
 
-    def begin_again(self) -> None:
-        """Begin with the present weights."""
+    def begin(self) -> None:
+        """Begin with the present weights, as before a first update."""
         for name, value in self.values.items():
             value.copy_(self._weights.masters[name].data)
 
-    def of(self, trained: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the averages by the names in the state of the stage, given its own weights by these names."""
-        return {name: self.values[own] for name, own in trained.items() if own in self.values}
+    @abstractmethod
+    def follow(self, step: Callable[[], object]) -> None:
+        """Call the step of the optimizers, and follow it."""
+
+    def view(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state of the stage as it is seen by the companion, whose tensors replace parameters."""
+        return {**state, **{name: value for name, value in self.named().items() if name in state}}
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors by the names in the state of the stage, where a parameter may have several."""
+        return {name: self.values[own] for name, own in self._stage.trained_names().items() if own in self.values}
+
+    def _masters(self) -> list[Tensor]:
+        return [local(self._weights.masters[name]).data for name in self.values]
+
+
+class WeightAverage(Companion):
+    """The exponential moving average of the parameters, one step after every update.
+
+    Source of the arithmetic: ``torch.optim.swa_utils``; :class:`~torch.optim.swa_utils.AveragedModel` starts with the
+    weights after the first update, this one with those before it.
+    """
+
+    entry = staticmethod(average_of)
+
+    def __init__(self, stage: Stage, optimizer: StageOptimizer, decay: float) -> None:
+        super().__init__(stage, optimizer)
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    def follow(self, step: Callable[[], object]) -> None:
+        step()
+        self._average(list(map(local, self.values.values())), self._masters(), 1)
 
 
 class StepObserver(Protocol):
@@ -132,8 +158,7 @@ class OptimizerSteps:
         update: what limits a gradient, and the learning rate. With a scaler an update with a norm that is not finite
             is always skipped.
         scaler: of the losses; None: they are not scaled.
-        extrapolations: of the stages whose late gradients are corrected.
-        averages: that follow the weights of the stages, if any do.
+        companions: per stage of this rank, by the view that they give, in the order in which they follow an update.
         owners: per stage whose replicas each step some of its parameters, the numbers of the replicas that do.
 
     Attributes:
@@ -146,10 +171,9 @@ class OptimizerSteps:
 
     def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
                  tied: TiedWeights, transport: Transport, update: Update, scaler: LossScaler | None,
-                 extrapolations: Mapping[int, Extrapolation], averages: Mapping[int, WeightAverage],
-                 owners: Mapping[int, Sequence[int]]) -> None:
+                 companions: Mapping[int, Mapping[View, Companion]], owners: Mapping[int, Sequence[int]]) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
-        self.extrapolations, self.averages, self._update = extrapolations, averages, update
+        self.companions, self._update = companions, update
         self._stages, self._tied, self._transport = stages, tied, transport
         self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
                          for s, stage in stages.items() if len(placement[s]) > 1}
@@ -343,10 +367,11 @@ class OptimizerSteps:
                 weights.pop_gradients()
                 weights.step(None)
                 return False
-        optimizer = self.optimizers[stage]
-        optimizer.step_at_rate(rate, partial(weights.step, self.extrapolations.get(stage) or optimizer))
-        if (average := self.averages.get(stage)) is not None:
-            average.follow()
+        change: Callable[[], None] = self.optimizers[stage].step
+        for companion in self.companions[stage].values():
+            if companion.values:  # else other replicas, or none, step what it would follow
+                change = partial(companion.follow, change)
+        self.optimizers[stage].step_at_rate(rate, partial(weights.step, change))
         return True
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float, dtype: torch.dtype) -> None:
@@ -370,12 +395,11 @@ class OptimizerSteps:
         return None if rate is None else rate * self._rate(stage, step)
 
     def state_bytes(self, stage: int) -> int:
-        """Return the bytes of an optimizer's present state, of masters of rounded weights, and of last changes."""
-        extrapolation, here = self.extrapolations.get(stage), self._stages[stage]
+        """Return the bytes of an optimizer's present state, of masters of rounded weights, and of companions."""
+        here = self._stages[stage]
         return sum(local(tensor).nbytes for tensor in (
             *self.optimizers[stage].state_tensors(), *(here.weights.masters.values() if here.precision.pure else ()),
-            *(() if extrapolation is None else extrapolation.last_changes.values()),
-            *(self.averages[stage].values.values() if stage in self.averages else ())))
+            *(value for companion in self.companions[stage].values() for value in companion.values.values())))
 
     def use(self, stage: int, version: int) -> None:
         """Give the following microbatches this version."""

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vpipe.checkpoint.manifest import average_of, factor_of, last_change_of
+from vpipe.checkpoint.manifest import factor_of, last_change_of
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
+from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.sharded_tensors import parted
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of
@@ -81,7 +82,7 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
     return [ModelState(stages), OptimizerState(stages), NamedBuffers(partial(_replica_buffers, stages)),
             NamedBuffers(partial(_loss_buffers, stages)), LossScale(stages),
-            LastChanges(stages), WeightAverages(stages)]
+            CompanionState(stages)]
 
 
 class ModelState(StatePart):
@@ -213,12 +214,12 @@ class LossScale(StatePart):
             scaler.value, scaler.good = float(tensors[self.VALUE]), int(tensors[self.GOOD])
 
 
-class LastChanges(StatePart):
-    """What the latest steps added to parameters whose late gradients are corrected; the first replica saves it, or the
-    one that steps the parameter.
+class CompanionState(StatePart):
+    """The tensors of companions; the first replica saves them, or the one that steps the parameter. One that a
+    checkpoint lacks begins with the weights, which are loaded before.
 
-    The factor is there, too: in another partition a parameter has that of its stage. Where it is not the checkpoint's,
-    0 without a correction, ``load`` changes the weights, which are loaded before: those without the look-ahead stay.
+    The factor of a look-ahead is there, too: in another partition a parameter has that of its stage. Where it is not
+    the checkpoint's, 0 without a correction, ``load`` changes the weights: those without the look-ahead stay.
 
     Attributes:
         other_factors: of the latest load, by name of a parameter of a first replica: ``3 -> 0.75``; a factor that the
@@ -226,74 +227,55 @@ class LastChanges(StatePart):
     """
 
     def __init__(self, stages: Sequence[LocalStage]) -> None:
-        self._stages = [(each, each.worker.optimizer_steps.extrapolations.get(each.stage.spec.index))
-                        for each in stages]
+        self._stages = [(each, each.worker.optimizer_steps.companions[each.stage.spec.index]) for each in stages]
         self.other_factors: dict[str, str] = {}
 
     def state(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
-        for each, extrapolation in self._stages:
-            if extrapolation is not None:
-                for name, change in extrapolation.changes_of(each.stage.own_state(each.replica)).items():
-                    named[last_change_of(name)] = change
-                    named[factor_of(name)] = torch.tensor(extrapolation.factor, dtype=torch.float64)
+        for each, companions in self._stages:
+            own = each.stage.own_state(each.replica)
+            for companion in companions.values():
+                for name, value in companion.named().items():
+                    if name in own:
+                        named[companion.entry(name)] = value
+                        if isinstance(companion, Extrapolation):
+                            named[factor_of(name)] = torch.tensor(companion.factor, dtype=torch.float64)
         return named
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.other_factors = {}
-        for each, extrapolation in self._stages:
-            state, factors = each.stage.state(), dict[str, float]()
-            if extrapolation is not None:
-                factors = extrapolation.factors_of(each.stage.trained_names())
-                for name, change in extrapolation.last_changes.items():
-                    if (saved := tensors.get(last_change_of(name))) is None:
-                        change.zero_()
-                    else:
-                        change.copy_(parted(saved, change))
-            changed: dict[str, Tensor] = {}
-            for name, value in state.items():
-                saved, stated = tensors.get(last_change_of(name)), tensors.get(factor_of(name))
-                now = factors.get(name, 0.0)
-                before = 0.0 if saved is None else None if stated is None else stated.item()
-                if before == now:
-                    continue
-                if each.replica == 0:
-                    self.other_factors[name] = f"{'?' if before is None else f'{before:.3g}'} -> {now:.3g}"
-                if saved is not None and before is not None:
-                    changed[name] = torch.add(value, parted(saved.to(value.device, value.dtype), value),
-                                              alpha=now - before)
-            if changed:
-                each.stage.load(state | changed)
+        for each, companions in self._stages:
+            extrapolation = companions.get("uncorrected")
+            factor = extrapolation.factor if isinstance(extrapolation, Extrapolation) else 0.0
+            self._change_look_ahead(each, factor, tensors)
+            for companion in companions.values():
+                companion.begin()
+                for name, value in companion.named().items():
+                    if (saved := tensors.get(companion.entry(name))) is not None:
+                        value.copy_(parted(saved, value))
+
+    def _change_look_ahead(self, each: LocalStage, factor: float, tensors: Mapping[str, Tensor]) -> None:
+        """Let the weights of a stage, also those that other replicas step, look ahead by another factor."""
+        stepped = each.worker.optimizer_steps.optimizers[each.stage.spec.index].of_parameter
+        state, trained, changed = each.stage.state(), each.stage.trained_names(), dict[str, Tensor]()
+        for name, value in state.items():
+            saved, stated = tensors.get(last_change_of(name)), tensors.get(factor_of(name))
+            now = factor if trained.get(name) in stepped else 0.0
+            before = 0.0 if saved is None else None if stated is None else stated.item()
+            if before == now:
+                continue
+            if each.replica == 0:
+                self.other_factors[name] = f"{'?' if before is None else f'{before:.3g}'} -> {now:.3g}"
+            if saved is not None and before is not None:
+                changed[name] = torch.add(value, parted(saved.to(value.device, value.dtype), value),
+                                          alpha=now - before)
+        if changed:
+            each.stage.load(state | changed)
 
     @cached_property
     def names(self) -> dict[str, None]:
-        return {of(name): None for each, _ in self._stages for name in each.stage.state()
-                for of in (last_change_of, factor_of)}
-
-
-class WeightAverages(StatePart):
-    """The averages that follow the weights; one that a checkpoint lacks begins with the weights, loaded before."""
-
-    def __init__(self, stages: Sequence[LocalStage]) -> None:
-        self._stages = [(each, average) for each in stages if (
-            average := each.worker.optimizer_steps.averages.get(each.stage.spec.index)) is not None]
-
-    def state(self) -> dict[str, Tensor]:
-        return {average_of(name): value for each, average in self._stages
-                for name, value in average.of({name: own for name, own in each.stage.trained_names().items()
-                                               if name in each.stage.own_state(each.replica)}).items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for each, average in self._stages:
-            average.begin_again()
-            for name, value in average.of(each.stage.trained_names()).items():
-                if (saved := tensors.get(average_of(name))) is not None:
-                    value.copy_(parted(saved, value))
-
-    @cached_property
-    def names(self) -> dict[str, None]:
-        return {average_of(name): None for each, average in self._stages
-                for name in average.of(each.stage.trained_names())}
+        return {of(name): None for each, companions in self._stages for name in each.stage.state()
+                for of in (last_change_of, factor_of, *(companion.entry for companion in companions.values()))}
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,6 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 Slot = tuple[nn.Module, str]
 """A place where a module keeps a parameter."""
-
-
-class Steps(Protocol):
-    """An optimizer: its step changes the masters in place, by their gradients."""
-
-    def step(self) -> object: ...
 
 
 class _Mark(NamedTuple):
@@ -350,21 +344,25 @@ class WeightVersions:
         self._add(version, leaves)
 
     @torch.no_grad()
-    def step(self, optimizer: Steps | None) -> None:
-        """Apply the accumulated gradients to the latest version, which makes the next one."""
+    def step(self, change: Callable[[], object] | None) -> None:
+        """Apply the accumulated gradients to the latest version, which makes the next one.
+
+        Args:
+            change: steps the optimizers, which change the masters in place; None: the next version equals the latest.
+        """
         if self._unrounded is not None:
-            if optimizer is not None:
+            if change is not None:
                 if self._widened is None:
                     self.widen_gradients()
-                self._apply(optimizer)
+                self._apply(change)
             self._make_next()
             if own := [(local(leaf).data, local(master).data) for leaf, (name, master) in
                        zip(self.leaves(), self.masters.items(), strict=True) if self.owns(name)]:
                 torch._foreach_copy_([leaf for leaf, _ in own], [master for _, master in own])
             return
         self._make_next()
-        if optimizer is not None:
-            self._apply(optimizer)
+        if change is not None:
+            self._apply(change)
 
     @property
     def version_before(self) -> list[Tensor] | None:
@@ -372,13 +370,13 @@ class WeightVersions:
         before = None if self._unrounded is not None else self._leaves.get(self.latest - 1)
         return None if before is None else [leaf.data for leaf in before]
 
-    def _apply(self, optimizer: Steps) -> None:
+    def _apply(self, change: Callable[[], object]) -> None:
         masters = list(self.masters.values())
         if self._widened is None:
             for master, graded in zip(masters, self._graded, strict=True):
                 master.grad, graded.grad = graded.grad, None
         self._widened = None
-        optimizer.step()
+        change()
         for master, leaf in zip(masters, self.leaves(), strict=True):
             master.grad = None
             if self._unrounded is None and local(master).data_ptr() != local(leaf).data_ptr():  # p.data = ...
