@@ -18,7 +18,6 @@ from vpipe.errors import RunError
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.microbatches import Signature
 from vpipe.runtime.sharded_tensors import local
-from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
 from vpipe.schedules.kinds import GATHERED, Memory
@@ -182,7 +181,9 @@ class Recorder:
         """Return the bytes of each stage besides versions: gradients, the optimizer's present state, masters of rounded
         weights, last changes where late gradients are corrected, parameters that are not trained."""
         return {index: size + self.worker.optimizer_steps.state_bytes(index)
-                + _untrained_bytes(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
+                + sum(local(p).nbytes for module in self.worker.stages[index].modules.values()
+                      for p in module.parameters() if not p.requires_grad)
+                for index, size in self.weight_bytes().items()}
 
     def _follow_gathered(self, memory: Memory, stage: int) -> None:
         """Add gathered weights and their gradients, which then stand in place of the parts of static bytes."""
@@ -230,12 +231,6 @@ class Recorder:
         mine = self._in_flight.pop((stage, microbatch))
         mine.sizes.known = not self.worker.offloads.may_offload(stage)
         self._held -= mine.bytes
-
-
-def _untrained_bytes(stage: Stage) -> int:
-    """Return the bytes of parameters that are not trained."""
-    return sum(local(p).nbytes for module in stage.modules.values() for p in module.parameters()
-               if not p.requires_grad)
 
 
 def label_actions(worker: Worker) -> Callable[[], None]:

@@ -115,8 +115,7 @@ class Engine:
         self._stream: RunningSegment | None = None
         self._results = StepResults(self.workers, schedule, distributed, world.lanes, beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
-        self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self.interrupts, distributed,
-                                        exchanged)
+        self._interpreter = Interpreter(self.workers, self._results, schedule, self.interrupts, distributed)
         self._interpreter.exchange_tied_weights()
         self._number = self.collectives.job.from_rank(next(_made_here))  # the same on all ranks
         self._stopped = 0  # calls of train that ended since a rank asked

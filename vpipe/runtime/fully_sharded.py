@@ -98,7 +98,7 @@ class FullyShardedStages:
         """Return what every lane gets: its parts of gradients, then for each whether there is one; and the sizes."""
         whole, divided = self._stages[stage].weights.graded(), self.divided[stage]
         parts = [_parts(torch.zeros_like(local(whole[i])) if (gradient := gradients[i]) is None else local(gradient),
-                        _dimension(divided[i]), self.lanes) for i in members]
+                        divided[i], self.lanes) for i in members]
         there = parts[0][0].new_tensor([gradients[i] is not None for i in members])
         pieces = [[*(of_all[lane] for of_all in parts), there] for lane in range(self.lanes)]
         sizes = [sum(piece.numel() for piece in of_lane) for of_lane in pieces]
@@ -132,14 +132,10 @@ def check_divided(stage: Stage) -> None:
                             "of their own would keep apart", hint="use layer or group norm, or replicas of the stage")
 
 
-def _dimension(divided: nn.Parameter) -> int:
-    """Return the dimension along which fully_shard has divided a parameter: the first of its mesh's."""
+def _parts(full: Tensor, divided: nn.Parameter, count: int) -> list[Tensor]:
+    """Return the parts of a tensor as fully_shard has divided its parameter: the last ones may be smaller, or empty."""
     assert is_sharded(divided)
-    return int(getattr(divided.placements[0], "dim", 0))
-
-
-def _parts(full: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Return the parts of a tensor as DTensor shares it out: the last ones may be smaller, or empty."""
+    dim = int(getattr(divided.placements[0], "dim", 0))  # the first of the mesh's
     each = -(-full.shape[dim] // count)
     return [full.narrow(dim, start := min(each * i, full.shape[dim]), min(each, full.shape[dim] - start))
             for i in range(count)]

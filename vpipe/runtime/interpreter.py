@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
-from vpipe.schedules.graph import Exchanged, Flow, Graph, exchanged_at_updates
+from vpipe.schedules.graph import Flow, Graph, exchanged_at_updates
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -153,22 +153,19 @@ class Interpreter:
     Args:
         workers: of this process, by rank.
         results: sends losses as soon as they are computed.
-        ties: stages that borrow a stage's tied weights, by owning stage.
+        schedule: the lowered one.
         interrupts: of the user; one that waits is raised between two actions, while a batch can still be given up.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
-        exchanged: what replicas and stages exchange at an update, see
-            :func:`~vpipe.schedules.graph.exchanged_at_updates`.
 
     Attributes:
         broken: whether a segment failed: the stages may be at different versions.
         recorders: by rank, where actions in training are recorded.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], results: StepResults, ties: Mapping[int, Sequence[int]],
-                 interrupts: Interrupts, distributed: bool, exchanged: Exchanged) -> None:
+    def __init__(self, workers: Mapping[int, Worker], results: StepResults, schedule: Schedule,
+                 interrupts: Interrupts, distributed: bool) -> None:
         self._workers, self._results, self._distributed = workers, results, distributed
-        self._exchanged = exchanged
-        self._ties, self._interrupts = ties, interrupts
+        self._ties, self._exchanged, self._interrupts = schedule.ties, exchanged_at_updates(schedule.kinds), interrupts
         self.broken = self._stepped = False
         self.recorders: Mapping[int, Recorder] = {}
 

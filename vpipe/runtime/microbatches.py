@@ -309,7 +309,6 @@ class MicrobatchLoader:
                             "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
         return tensors
 
-
     def _check_sequences(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse fields without sequences that can be cut into slices."""
         shapes = {name: list(t.shape) for name, t in tensors.items()}

@@ -240,11 +240,11 @@ class OptimizerSteps:
             return None
         del self._completed[stage]
         return self.reducers[stage].during_backward(
-            self._number(stage, update), self._contributors(stage, update), early=whole)
+            self._number(stage, update), self._assignment.contributors(stage, update, stage), early=whole)
 
     def reduce(self, stage: int, update: int) -> None:
         """Sum this replica's share of an update's gradients and send it to the others."""
-        self.reducers[stage].reduce(self._number(stage, update), self._contributors(stage, update))
+        self.reducers[stage].reduce(self._number(stage, update), self._assignment.contributors(stage, update, stage))
 
     def _complete_gradients(self, stage: int, update: int) -> None:
         """Add the gradients of all replicas and borrowers, and divide them by what an update has, where the losses were
@@ -404,10 +404,6 @@ class OptimizerSteps:
     def use(self, stage: int, version: int) -> None:
         """Give the following microbatches this version."""
         self._stages[stage].weights.choose(self._number(stage, version))
-
-    def _contributors(self, stage: int, update: int) -> list[int]:
-        """Return the replicas with a microbatch of an update."""
-        return self._assignment.contributors(stage, update, stage)
 
     def _number(self, stage: int, update: int) -> int:
         """Return the run's number of an update, or version, of a stage."""

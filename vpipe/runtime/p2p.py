@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence, Set, Sized
-from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -72,9 +71,6 @@ class _OutputSpecs(NamedTuple):
             for spec, t in zip(self.outputs, outputs, strict=True))
 
 
-NOTHING_KEPT: Mapping[int, KeptInputs] = MappingProxyType({})
-
-
 class P2PTransfers:
     """Send and receive activations and gradients between the stages of one rank and their neighbours.
 
@@ -85,8 +81,7 @@ class P2PTransfers:
         kept: inputs that ranks have, by stage.
     """
 
-    def __init__(self, transport: Transport | CompressedTransport,
-                 kept: Mapping[int, KeptInputs] = NOTHING_KEPT) -> None:
+    def __init__(self, transport: Transport | CompressedTransport, kept: Mapping[int, KeptInputs]) -> None:
         self._transport, self._kept = transport, kept
         self._kept_for = {each.since: stage for stage, each in kept.items()}
         self._there: dict[tuple[int, int], dict[str, Tensor]] = {}  # what is kept, for a stage and microbatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -165,7 +165,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     found = torch.stack([torch.linalg.vector_norm(local(tensor)) for tensor in tensors]).double()
-    for mesh in _meshes(tensors):
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)):
         for dim in reversed(range(mesh.ndim)):
             divided = [is_sharded(tensor) and tensor.device_mesh == mesh and not tensor.placements[dim].is_replicate()
                        for tensor in tensors]
@@ -175,11 +175,6 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
                     squares += part.square()
                 found = torch.where(torch.tensor(divided, device=found.device), squares.sqrt(), found)
     return found.cpu()
-
-
-def _meshes(tensors: Iterable[Tensor]) -> Iterator[DeviceMesh]:
-    """Yield the meshes of DTensors, in the order in which they appear."""
-    yield from dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))
 
 
 def _gathered(flat: Tensor, mesh: DeviceMesh, dim: int) -> Sequence[Tensor]:

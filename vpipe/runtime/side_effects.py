@@ -50,10 +50,12 @@ class _RandomSource(NamedTuple):
 
 
 class StateBefore(NamedTuple):
-    """The state before a forward that the forward may change: buffers of modules, states of random sources."""
+    """The state before a forward that the forward may change: buffers of modules, states of random sources; marks of
+    parameters, which a first forward must not change."""
 
     buffers: Sequence[_Buffers] = ()
     random: Sequence[tuple[_RandomSource, Any]] = ()
+    marks: Sequence[Any] = ()
 
 
 NOTHING = StateBefore()
@@ -70,6 +72,7 @@ class SideEffects:
 
     Attributes:
         inputs: names of the inputs that the layers change in place.
+        drawn: random sources other than torch's own that forwards draw from.
         walks_its_graph: whether a layer takes gradients of its own within its forward.
         inert: whether nothing is to be done from now on: the layers are not recomputed, and their first forwards have
             changed nothing.
@@ -87,7 +90,7 @@ class SideEffects:
         self._copied: set[tuple[str, str]] = set()  # buffers that forwards change in place: each gets its own copy
         self._changed = bool(statistics)  # whether forwards change buffers
         self._sources = list(_random_sources(modules))
-        self._drawn: list[_RandomSource] = []  # of these, sources that forwards draw from
+        self.drawn: list[_RandomSource] = []
         self.walks_its_graph = self.inert = False
 
     # -- inputs
@@ -110,29 +113,7 @@ class SideEffects:
             self.inputs.update(name for name, tensor in inputs.items()
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
-    # -- parameters
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Check the effect of one of the first forwards on parameters.
-
-        Raises:
-            UserError: the change could not be undone for a recompute, or no optimizer would train the parameter.
-        """
-        if not self._left:
-            yield
-            return
-        before = [weights.marks() for weights in self._weights]
-        yield
-        self._left -= 1
-        for weights, marks in zip(self._weights, before, strict=True):
-            weights.check_forward(marks, self._recomputed)
-        if not self._left:
-            self._tables = [(path, table) for path, table in self._tables
-                            if table and (self._recomputed or any((path, name) in self._copied for name in table))]
-            self.inert = not (self._recomputed or self.inputs or self._tables)
-
-    # -- buffers and random numbers
+    # -- buffers, random numbers, parameters
 
     def begin_forward(self) -> StateBefore:
         """Give the modules copies of the buffers that forwards change in place; return the state before."""
@@ -140,20 +121,21 @@ class SideEffects:
         copies: dict[int, Tensor] = {}  # by identity: a buffer in two places gets one copy
         for path, table in self._tables:
             before, given = dict(table), dict(table)
-            for name, tensor in table.items():
+            for name, tensor in table.items() if self._left or self._copied else ():
                 copied = (path, name) in self._copied
                 if (copied or self._left) and _is_copyable(tensor):
                     (given if copied else before)[name] = _copied_once(tensor, copies)
             table.update(given)
             buffers.append(_Buffers(path, table, before, given, [_version(tensor) for tensor in before.values()]))
-        return StateBefore(buffers, [(source, source.get())
-                                     for source in (self._sources if self._left else self._drawn)])
+        sources, weights = (self._sources, self._weights) if self._left else (self.drawn, [])
+        return StateBefore(buffers, [(source, source.get()) for source in sources], [each.marks() for each in weights])
 
     def record_changes(self, state: StateBefore) -> StateBefore:
         """Return the part of :meth:`begin_forward` that the forward has changed; note which buffers later ones copy.
 
         Raises:
-            UserError: a buffer was changed in place of which there is no copy.
+            UserError: a buffer was changed in place of which there is no copy; or a first forward changed a parameter,
+                which could not be undone for a recompute, or which no optimizer would train.
         """
         for path, _, before, given, versions in state.buffers:
             for (name, tensor), version in zip(before.items(), versions, strict=True):
@@ -172,19 +154,21 @@ class SideEffects:
         buffers = [each for each in state.buffers if not _is_as_before(each)]
         self._changed = self._changed or bool(buffers)
         if self._left:
-            self._drawn += [source for source, numbers in state.random
-                            if source not in self._drawn and _numbers(source.get()) != _numbers(numbers)]
-        return StateBefore(buffers, [(source, numbers) for source, numbers in state.random if source in self._drawn])
+            self._left -= 1
+            self.drawn += [source for source, numbers in state.random
+                           if source not in self.drawn and _numbers(source.get()) != _numbers(numbers)]
+            for weights, marks in zip(self._weights, state.marks, strict=True):
+                weights.check_forward(marks, self._recomputed)
+            if not self._left:
+                self._tables = [(path, table) for path, table in self._tables
+                                if table and (self._recomputed or any((path, name) in self._copied for name in table))]
+                self.inert = not (self._recomputed or self.inputs or self._tables)
+        return StateBefore(buffers, [(source, numbers) for source, numbers in state.random if source in self.drawn])
 
     @property
     def changes_buffers(self) -> bool:
         """Return whether a forward may change a buffer."""
         return bool(self._left or self._changed)
-
-    @property
-    def draws(self) -> bool:
-        """Return whether forwards draw from random sources other than torch's own."""
-        return bool(self._drawn)
 
     def swap_in(self, state: StateBefore) -> None:
         """Put back the state before a forward, with copies of buffers that forwards change in place."""

@@ -1,7 +1,4 @@
-"""Run the layers of a stage on one microbatch: forward, backward, and recompute between them.
-
-:mod:`vpipe.runtime.recompute` drops and recomputes the activations of a span of layers.
-"""
+"""Run the layers of a stage on one microbatch: forward, backward, and recompute between them."""
 
 from __future__ import annotations
 
@@ -22,9 +19,16 @@ from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import Layer, seed_of
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
-from vpipe.runtime.activations import DropoutKey, Record, Span, SpanActivations, SpanGraph
+from vpipe.runtime.activations import (
+    DropoutKey,
+    Record,
+    Span,
+    SpanActivations,
+    SpanGraph,
+    forward_without_activations,
+    recompute_span,
+)
 from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
-from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded
 from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.slices import SequenceSlice, SliceAware
@@ -32,7 +36,7 @@ from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.transport.transport import contiguous
 from vpipe.runtime.weight_grad_store import WeightGradStore
-from vpipe.runtime.weight_versions import WeightVersions
+from vpipe.runtime.weight_versions import WeightVersions, added_at_once, kept_apart
 
 NOTHING = nullcontext()
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -103,7 +107,7 @@ class Stage(StageLayers):
     @property
     def forwards_change_state(self) -> bool:
         """Return whether a forward may leave changed what a later one reads: buffers, random states."""
-        return any(span.effects.changes_buffers or span.effects.draws for span in self._spans)
+        return any(span.effects.changes_buffers or span.effects.drawn for span in self._spans)
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -167,17 +171,16 @@ class Stage(StageLayers):
             graph, outputs = self._with_graph(span, inputs, record)
             saved = SpanActivations(inputs, graph)
         else:
-            with effects.watched():
-                if span.recomputed:
-                    before, outputs = forward_without_activations(effects, partial(self._run, span, inputs, record))
-                    saved = SpanActivations(inputs, None, before, [t._version for t in inputs.values()])
-                else:
-                    before = effects.begin_forward()
-                    graph, outputs = self._with_graph(span, inputs, record)
-                    saved = SpanActivations(inputs, graph)
-                    effects.record_changes(before)
-                if not self.kept_around.isdisjoint(effects.inputs):
-                    raise self._in_place_error(span.layers[0][1].name)
+            if span.recomputed:
+                before, outputs = forward_without_activations(effects, partial(self._run, span, inputs, record))
+                saved = SpanActivations(inputs, None, before, [t._version for t in inputs.values()])
+            else:
+                before = effects.begin_forward()
+                graph, outputs = self._with_graph(span, inputs, record)
+                saved = SpanActivations(inputs, graph)
+                effects.record_changes(before)
+            if not self.kept_around.isdisjoint(effects.inputs):
+                raise self._in_place_error(span.layers[0][1].name)
         return saved, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
@@ -328,7 +331,7 @@ class Stage(StageLayers):
             now: list[tuple[nn.Parameter, Tensor]] = []
             with ExitStack() as stack:
                 for weights in self.all_weights:
-                    stack.enter_context(weights.kept_apart(now))
+                    stack.enter_context(kept_apart(weights.graded(), now))
                 gradients, store = self._backward_span(span, record, gradients)
             store = WeightGradStore() if store is None else store
             store.end(now)
@@ -365,7 +368,8 @@ class Stage(StageLayers):
         """Add the sum of several spans' gradients of a parameter at once, as one backward of a whole graph does."""
         with ExitStack() as stack:
             for weights, names in self._shared:
-                stack.enter_context(weights.added_at_once(names))
+                leaves = dict(zip(weights.names, weights.graded(), strict=True))
+                stack.enter_context(added_at_once([leaves[name] for name in names]))
             yield
 
     def _input_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:

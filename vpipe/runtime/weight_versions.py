@@ -80,8 +80,7 @@ class WeightVersions:
         for name, leaf in zip(self.names, self._leaves[self.latest], strict=True):
             masters[name] = nn.Parameter(leaf.data if self._unrounded is None else self._unrounded[name])
             masters[name].__dict__.update(leaf.__dict__)
-            if has_hooks(leaf):  # an optimizer's factory adds its own to the same tables
-                share_hooks(masters[name], leaf)
+            share_hooks(masters[name], leaf)  # an optimizer's factory adds its own to the same tables
         return masters
 
     def renew(self) -> None:
@@ -154,15 +153,14 @@ class WeightVersions:
     def adopt_hooks(self) -> None:
         """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
         for leaf, master in zip(self.leaves(), self.masters.values(), strict=True):
-            if has_hooks(master):
-                share_hooks(leaf, master)
+            share_hooks(leaf, master)
 
     def hooked(self, kinds: Sequence[str] = HOOKS) -> list[str]:
         """Return the names of the parameters that have hooks, of these kinds, in any version."""
         found = {name for leaves in (*self._leaves.values(), *self._free)
                  for name, leaf in zip(self.names, leaves, strict=True)
-                 if has_hooks(leaf) and any(getattr(leaf, kind) for kind in kinds)}
-        return [name for name in self.names if name in found] if found else []
+                 if has_hooks(leaf, kinds)}
+        return [name for name in self.names if name in found]
 
     def pin(self, version: int | None = None) -> int:
         """Pin a version (by default the chosen one, else the latest) for a microbatch; point the modules to it."""
@@ -246,8 +244,6 @@ class WeightVersions:
 
     def widen_gradients(self) -> None:
         """Move the gradients of a step to the masters, in the masters' precision."""
-        if self._unrounded is None:
-            return
         self._widened = list(self.masters.values())
         for master, leaf in zip(self._widened, self._graded, strict=True):
             master.grad, leaf.grad = None if leaf.grad is None else leaf.grad.to(master.dtype), None
@@ -287,40 +283,6 @@ class WeightVersions:
         else:
             local(leaf.grad).add_(gradient)
 
-    @contextmanager
-    def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
-        """Sum the gradients of several backwards for these parameters, then add the sum."""
-        leaves = [self._graded[self.names.index(name)] for name in names]
-        before = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        yield
-        for leaf, gradient in zip(leaves, before, strict=True):
-            total, leaf.grad = leaf.grad, gradient
-            if total is not None:
-                accumulate_gradient(leaf, total)
-
-    @contextmanager
-    def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-        """Put new gradients into a list, with their leaves, instead of adding them to those before."""
-        before = self.pop_gradients()
-        yield
-        for leaf, gradient in zip(self._graded, before, strict=True):
-            if leaf.grad is not None:
-                into.append((leaf, leaf.grad))
-            leaf.grad = gradient
-
-    def accumulate(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Add up the gradients of several backwards, each in the order of ``names``."""
-        total: list[Tensor | None] = [None] * len(self.names)
-        for each in gradients:
-            both = [(mine, more) for mine, more in zip(total, each, strict=True)
-                    if mine is not None and more is not None]
-            if both:
-                torch._foreach_add_([local(mine) for mine, _ in both], [local(more) for _, more in both])
-            total = [more if mine is None else mine for mine, more in zip(total, each, strict=True)]
-        self.put_gradients(total)
-
     def pop_gradients(self) -> list[Tensor | None]:
         """Return the accumulated gradients, which start from nothing again."""
         gradients = self.gradients
@@ -352,8 +314,6 @@ class WeightVersions:
         """
         if self._unrounded is not None:
             if change is not None:
-                if self._widened is None:
-                    self.widen_gradients()
                 self._apply(change)
             self._make_next()
             if own := [(local(leaf).data, local(master).data) for leaf, (name, master) in
@@ -371,13 +331,11 @@ class WeightVersions:
         return None if before is None else [leaf.data for leaf in before]
 
     def _apply(self, change: Callable[[], object]) -> None:
-        masters = list(self.masters.values())
         if self._widened is None:
-            for master, graded in zip(masters, self._graded, strict=True):
-                master.grad, graded.grad = graded.grad, None
+            self.widen_gradients()
         self._widened = None
         change()
-        for master, leaf in zip(masters, self.leaves(), strict=True):
+        for master, leaf in zip(self.masters.values(), self.leaves(), strict=True):
             master.grad = None
             if self._unrounded is None and local(master).data_ptr() != local(leaf).data_ptr():  # p.data = ...
                 set_data(leaf, master.data)
@@ -413,6 +371,29 @@ def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:
     return leaf
 
 
+@contextmanager
+def kept_apart(leaves: Sequence[nn.Parameter], into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    """Put new gradients of leaves into a list, with the leaves, instead of adding them to those before."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    yield
+    for leaf, gradient in zip(leaves, before, strict=True):
+        if leaf.grad is not None:
+            into.append((leaf, leaf.grad))
+        leaf.grad = gradient
+
+
+@contextmanager
+def added_at_once(leaves: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Sum the gradients of several backwards for leaves, then add the sum."""
+    sums: list[tuple[nn.Parameter, Tensor]] = []
+    with kept_apart(leaves, sums):
+        yield
+    for leaf, total in sums:
+        accumulate_gradient(leaf, total)
+
+
 def accumulate_gradient(leaf: nn.Parameter, gradient: Tensor) -> None:
     """Add to a parameter's gradient, or begin it, as autograd's own accumulation does."""
     strided = gradient.layout is torch.strided
@@ -429,16 +410,15 @@ def _placed(gradient: Tensor) -> object:
     return gradient.placements if is_sharded(gradient) else None
 
 
-def has_hooks(leaf: nn.Parameter) -> bool:
-    """Return whether hooks run where its gradient accumulates."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+def has_hooks(leaf: nn.Parameter, kinds: Sequence[str] = HOOKS) -> bool:
+    """Return whether hooks, of these kinds, run where its gradient accumulates."""
+    return any(getattr(leaf, kind) for kind in kinds)
 
 
 def share_hooks(leaf: nn.Parameter, like: nn.Parameter) -> None:
     """Give a parameter another one's tables of hooks themselves, so that handles remove them from both."""
     for kind in HOOKS:
-        hooks = getattr(like, kind)
-        if hooks is not getattr(leaf, kind):
+        if (hooks := getattr(like, kind)) and hooks is not getattr(leaf, kind):
             setattr(leaf, kind, hooks)
 
 

@@ -26,7 +26,7 @@ from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs, evaluation_of
-from vpipe.runtime.p2p import NOTHING_KEPT, KeptInputs, P2PTransfers
+from vpipe.runtime.p2p import KeptInputs, P2PTransfers
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
@@ -91,13 +91,12 @@ class Worker:
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], steps: OptimizerSteps,
-                 tied: TiedWeights, transport: Transport, comparison: BatchComparison | None = None,
-                 offloaded: Collection[int] = (), compression: Compression | None = None,
-                 fully_sharded: FullyShardedStages | None = None,
-                 kept: Mapping[int, KeptInputs] = NOTHING_KEPT) -> None:
-        self.fully_sharded = FullyShardedStages(stages) if fully_sharded is None else fully_sharded
+                 tied: TiedWeights, transport: Transport, comparison: BatchComparison | None,
+                 offloaded: Collection[int], compression: Compression | None, fully_sharded: FullyShardedStages,
+                 kept: Mapping[int, KeptInputs]) -> None:
         self.rank, self.stages, self.transport, self.optimizer_steps = rank, stages, transport, steps
         self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
+        self.fully_sharded = fully_sharded
         self._p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression),
                                  kept)
         self.last_stage = len(placement) - 1

@@ -351,7 +351,7 @@ class ThreadedWorker(Worker):
             if last:
                 apart = self._apart.pop(stage_index)
                 for number, weights in enumerate(everything):
-                    weights.accumulate([apart[microbatch][number] for microbatch in sorted(apart)])
+                    weights.put_gradients(_added([apart[microbatch][number] for microbatch in sorted(apart)]))
 
     def abandon(self) -> None:
         wait([future for _, future in self._under_way.values()])
@@ -365,6 +365,17 @@ class ThreadedWorker(Worker):
     def report_failure(self, error: RunError, action: Action) -> RunError | None:
         at_fault, self._at_fault = self._at_fault or action, None
         return super().report_failure(error, at_fault)
+
+
+def _added(gradients: _Gradients) -> list[Tensor | None]:
+    """Return the sums of the gradients of several backwards, in the memory of the first ones."""
+    total, *others = gradients
+    for each in others:
+        both = [(mine, more) for mine, more in zip(total, each, strict=True) if mine is not None and more is not None]
+        if both:
+            torch._foreach_add_([mine for mine, _ in both], [more for _, more in both])
+        total = [more if mine is None else mine for mine, more in zip(total, each, strict=True)]
+    return total
 
 
 def _after(wait_for: Callable[[], None], operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
