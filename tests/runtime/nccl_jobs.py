@@ -73,7 +73,8 @@ class _Unordered(RankPrograms):
 
 def _post_as_over_gloo(self: P2PTransfers, stage: int, microbatch: int) -> None:
     peer, key = self.source("F", stage, microbatch)
-    channel = (stage, peer, self._segment.training, self._segment.signature(microbatch))
+    segment = self._segment
+    channel = (stage, peer, segment.training, segment.loader.signature(segment.first + microbatch))
     queue, specs = self._queued[stage, peer], self._incoming.get(channel)
     if not queue:
         self._transport.post(peer, key, specs)

@@ -199,7 +199,8 @@ class Recorder:
         """Return the counter of an action's activations; None where their size is known."""
         if op.uses_version:
             segment = self.worker.segment
-            sizes = self._sizes[stage, self.worker.is_split(stage, microbatch), segment.signature(microbatch)]
+            sizes = self._sizes[stage, self.worker.is_split(stage, microbatch),
+                                segment.loader.signature(segment.first + microbatch)]
             before = self._in_flight.get((stage, microbatch - 1)) if microbatch % segment.assignment.slices else None
             self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter(
                 None if before is None else before.counter))

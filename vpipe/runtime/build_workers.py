@@ -96,7 +96,8 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     workers: dict[int, Worker] = {}
     for rank, stages in built.items():
         for stage in stages.values():
-            stage.renew_leaves(versions=not schedule.flush)
+            for weights in stage.borrowed.values() if schedule.flush else stage.all_weights:
+                weights.renew()  # they will have several versions
         optimizers = {s: StageOptimizer.build(update.make_optimizer, stage.weights.masters, s)
                       for s, stage in stages.items()}
         for stage in stages.values():

@@ -49,10 +49,6 @@ from vpipe.schedules.size import Placement
 Pauses = Callable[[int], int | None]
 """Steps done -> the step after which the pipeline drains next; None: no pause is planned."""
 
-CHANGES_HINT = ("give learning rates as learning_rate_factor=lambda step: ..., change them between two calls of train, "
-                "or choose a schedule with a flush")
-
-
 _made_here = count()
 
 
@@ -303,7 +299,9 @@ class Engine:
         self._check_not_wrapped()
         if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
             raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
-                            f"'{self.schedule.name}' has later updates under way", hint=CHANGES_HINT)
+                            f"'{self.schedule.name}' has later updates under way",
+                            hint="give learning rates as learning_rate_factor=lambda step: ..., change them between "
+                                 "two calls of train, or choose a schedule with a flush")
 
     @property
     def _optimizers(self) -> list[StageOptimizer]:

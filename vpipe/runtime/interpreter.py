@@ -213,7 +213,9 @@ class Interpreter:
         executors: Mapping[int, Worker | Recorder] = {
             **self._workers, **(self.recorders if segment.training else {})}
         step_together, last_forwards = segment.assignment.flush and not self._distributed, self._results.last_forwards
-        interrupts, flow = self._interrupts, None if self._distributed else self._flow(rank_programs, segment)
+        # What tells whether an action can be executed, where all ranks are in this process.
+        interrupts, flow = self._interrupts, None if self._distributed else Flow(Setting(
+            segment.assignment, self._ties, next(iter(rank_programs.values())).tied_version_of, **self._exchanged))
         programs = {rank: program.actions for rank, program in rank_programs.items()}
         heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
         while heads:
@@ -246,11 +248,6 @@ class Interpreter:
                     for rank, action in heads.items() if flow is not None and (found := flow.missing(action, rank))
                     for value, stage, index, home in [found])
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
-
-    def _flow(self, programs: Mapping[int, RankProgram], segment: Segment) -> Flow:
-        """Return what tells whether an action can be executed, where all ranks are in this process."""
-        tied_version_of = next(iter(programs.values())).tied_version_of
-        return Flow(Setting(segment.assignment, self._ties, tied_version_of, **self._exchanged))
 
     def _can_give_up(self, segment: Segment) -> bool:
         """Return whether a segment can be begun again as if it had not been: else it is better ended."""

@@ -371,7 +371,3 @@ class Segment:
         if self.loader.labels is None:
             return len(microbatches) * lanes
         return sum(self.loader.counts[self.first + number][1] for number in microbatches) or 1
-
-    def signature(self, microbatch: int) -> Signature:
-        """Return the shapes of a microbatch's fields."""
-        return self.loader.signature(self.first + microbatch)

@@ -207,7 +207,8 @@ class P2PTransfers:
     def post_activations(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input."""
         peer, key = self.source(_ACTIVATIONS, stage, microbatch)
-        channel = (stage, peer, self._segment.training, self._segment.signature(microbatch))
+        segment = self._segment
+        channel = (stage, peer, segment.training, segment.loader.signature(segment.first + microbatch))
         queue, specs = self._queued[stage, peer], self._incoming.get(channel)
         if not queue:
             self._transport.post(peer, key, specs)

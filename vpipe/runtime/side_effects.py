@@ -151,7 +151,8 @@ class SideEffects:
                         "forwards did so, or the layer keeps a reference beside the module's own",
                         hint="read the buffer from its module in every forward, as in self.mean; a layer that changes "
                              "a buffer late cannot be recomputed")
-        buffers = [each for each in state.buffers if not _is_as_before(each)]
+        buffers = [each for each in state.buffers if each.table.keys() != each.before.keys() or any(
+            each.table[name] is not tensor for name, tensor in each.before.items())]
         self._changed = self._changed or bool(buffers)
         if self._left:
             self._left -= 1
@@ -197,11 +198,6 @@ def _put(buffers: Iterable[tuple[dict[str, Tensor | None], dict[str, Tensor | No
         table.update(content)
     for source, numbers in sources:
         source.put(numbers)
-
-
-def _is_as_before(buffers: _Buffers) -> bool:
-    return buffers.table.keys() == buffers.before.keys() and all(
-        buffers.table[name] is tensor for name, tensor in buffers.before.items())
 
 
 def _is_copyable(tensor: Tensor | None) -> TypeGuard[Tensor]:

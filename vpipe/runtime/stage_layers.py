@@ -185,15 +185,6 @@ class StageLayers:
         """Return whether a parameter of the stage, or one that it borrows, is trained."""
         return bool(self.weights.names or self.borrowed)
 
-    def renew_leaves(self, versions: bool) -> None:
-        """Give parameters that will have several versions other leaves than those that the modules were built with.
-
-        Args:
-            versions: whether the stage's own will. Borrowed weights always do.
-        """
-        for weights in self.all_weights if versions else self.borrowed.values():
-            weights.renew()
-
     def check_frozen(self) -> None:
         """Refuse a parameter that wants a gradient, but did not when the stage was built."""
         for name, parameter in self._frozen:

@@ -294,7 +294,7 @@ class Worker:
     def forward_inputs(self, stage_index: int, microbatch: int) -> ForwardInputs:
         """Return the inputs of a forward; the activations are waited for last."""
         segment, stage = self.segment, self.stages[stage_index]
-        number, signature = segment.base + microbatch, segment.signature(microbatch)
+        number, signature = segment.base + microbatch, segment.loader.signature(segment.first + microbatch)
         sliced = segment.loader.sliced(segment.first + microbatch)
         fields = {name: value if value.device == stage.device else accelerator.queued_copy(value, stage.device)
                   for name, value in segment.loader.consume(segment.first + microbatch).items()
