@@ -128,6 +128,7 @@ def completed(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], 
     done = list(gradients)
     if not any(map(is_sharded, done)):
         return done
+    from torch.distributed.tensor import Replicate
     partial: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
     for i, gradient in enumerate(done):
         if not is_sharded(gradient):
@@ -144,17 +145,13 @@ def completed(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], 
         for other in others:
             total += other
         for i, part, summed in zip(members, parts, torch.split(total, [p.numel() for p in parts]), strict=True):
-            done[i] = _replicated(done[i], summed.view(part.shape), dim)
+            gradient = done[i]
+            assert is_sharded(gradient)
+            places = [Replicate() if at == dim else place for at, place in enumerate(gradient.placements)]
+            done[i] = wrapped(summed.view(part.shape), gradient, places)
     return [gradient.redistribute(placements=parameter.placements)
             if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements
             else gradient for gradient, parameter in zip(done, parameters, strict=True)]
-
-
-def _replicated(gradient: Tensor | None, summed: Tensor, dim: int) -> Tensor:
-    """Return the sum of a partial gradient over a dimension of its mesh."""
-    from torch.distributed.tensor import Replicate
-    assert is_sharded(gradient)
-    return wrapped(summed, gradient, [Replicate() if i == dim else p for i, p in enumerate(gradient.placements)])
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
