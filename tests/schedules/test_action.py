@@ -1,6 +1,8 @@
-"""The text form of actions."""
+"""The text form of actions, and of the lines that ranks write into the record of a run."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,8 @@ from vpipe.schedules import kinds
 from vpipe.schedules.action import (
     Action,
     Op,
+    RecordedAction,
+    RecordedEvaluation,
     backward,
     forward,
     input_half,
@@ -60,3 +64,9 @@ def test_every_operation_is_of_one_kind() -> None:
     assert known == sends | receives | computes | copies | {
         Op.STEP, Op.USE, Op.NORM, Op.REDUCE, Op.GATHER, Op.UNSHARD, Op.RESHARD}
     assert {op for op in known if op.per_microbatch} >= computes >= {op for op in known if op.returns or op.completes}
+
+
+def test_records_are_lines_of_json() -> None:
+    record = RecordedAction(Op.FORWARD, 2, 17, 1.5, 1.75, 0.125, 4096, 3)
+    assert json.loads(record.to_json()) == ["2F17", 1.5, 1.75, 0.125, 4096, 3]
+    assert json.loads(RecordedEvaluation(1.5, 2.0).to_json()) == {"evaluation": [1.5, 2.0]}

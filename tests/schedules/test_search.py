@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.errors import UserError
@@ -83,6 +83,11 @@ def test_never_worse_than_any_made_by_hand_that_keeps_the_limits(
     placement, microbatches, costs, limits = problem
     schedule = search(placement, microbatches, costs, limits)
     check(lower(schedule))
+    for stage, (rank,) in enumerate(placement):  # gradients accumulate in plain PyTorch's order
+        program = [action for action in schedule.programs[rank] if action.stage == stage]
+        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.INPUT), (Op.BACKWARD, Op.WEIGHT)):
+            assert [action.microbatch for action in program if action.op in ops] == list(range(microbatches))
+        assert program[-1] == Action(Op.STEP, stage, 0)
     found = timeline(schedule, costs)
     assert keeps(found.peak_bytes, limits)
     assert schedule.peak_activations == tuple(rank.peak_activations for rank in schedule.rank_peaks)
@@ -114,19 +119,6 @@ def test_auto_is_no_longer_than_zb_h1_where_that_alone_is_shortest(ranks: int, m
     found, made = (timeline(build(name, Layout.LOOP(ranks), microbatches)) for name in ("auto", "zb_h1"))
     assert found.bubble_s < made.bubble_s
     assert found.makespan_s <= made.makespan_s
-
-
-@settings(max_examples=10)
-@given(problems())
-def test_gradients_accumulate_in_the_order_of_microbatches(
-        problem: tuple[Placement, int, Costs, list[int | None]]) -> None:
-    placement, microbatches, costs, limits = problem
-    schedule = search(placement, microbatches, costs, limits)
-    for stage, (rank,) in enumerate(placement):
-        program = [action for action in schedule.programs[rank] if action.stage == stage]
-        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.INPUT), (Op.BACKWARD, Op.WEIGHT)):
-            assert [action.microbatch for action in program if action.op in ops] == list(range(microbatches))
-        assert program[-1] == Action(Op.STEP, stage, 0)
 
 
 def test_the_same_every_time() -> None:

@@ -9,28 +9,17 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_simulate import by_hand, times
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.event_loop import SharedCores
-from vpipe.schedules.simulator.timeline import Event, Timeline, simulate
-from vpipe.schedules.size import Layout, Placement
+from vpipe.schedules.simulator.timeline import Event, simulate
+from vpipe.schedules.size import Layout
 
 TWO = StageCosts(2, 1, 1)
-
-
-def by_hand(*programs: str, placement: Placement, microbatches: int) -> Schedule:
-    actions = tuple(tuple(map(Action.parse, program.split())) for program in programs)
-    return Schedule("by_hand", placement, actions, microbatches, microbatches, True, (9,) * len(programs),
-                    (9,) * len(placement), {})
-
-
-def times(timeline: Timeline, rank: int) -> str:
-    return " ".join(f"{event.action}:{event.start_s}-{event.end_s}" for event in timeline.events[rank])
 
 
 def test_two_ranks_on_one_core_take_turns_or_go_half_as_fast() -> None:

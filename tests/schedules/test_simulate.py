@@ -54,6 +54,35 @@ def transfers(timeline: Timeline) -> list[str]:
     return [f"{way.action} {way.source}>{way.target} {way.start_s}-{way.end_s}" for way in timeline.transfers]
 
 
+# Costs of stages and links
+
+def test_a_transfer_takes_the_latency_and_the_bytes_through_the_bandwidth() -> None:
+    assert Link().transfer_s(1000) == 0
+    assert Link(2).transfer_s(1000) == 2
+    assert Link(latency_s=2, bytes_per_s=400).transfer_s(1000) == Fraction(9, 2)
+    assert Link(latency_s=0.5, bytes_per_s=400.0).transfer_s(1000) == 3.0
+
+
+def test_exact_numbers_stay_exact() -> None:
+    assert isinstance(Link(2).transfer_s(1000.0), int)
+    assert isinstance(Link(2, 500).transfer_s(1000), int)
+    assert isinstance(Link(Fraction(1, 3), 3).transfer_s(1), Fraction)
+    assert isinstance(Link(2, 500.0).transfer_s(1000), float)
+
+
+def test_uniform_costs_share_a_rank_among_its_chunks() -> None:
+    costs = Costs.uniform(Size(ranks=3, microbatches=6, chunks=2, update_every=6), 1, 2, 3, transfer=4, step=5)
+    assert costs.stages == (StageCosts(Fraction(1, 2), 1, Fraction(3, 2), step_s=Fraction(5, 2)),) * 6
+    assert costs.link(0, 1) == Link(4)
+
+
+def test_links_by_ranks_and_direction() -> None:
+    slow = Link(9)
+    costs = Costs((StageCosts(1, 1, 1),) * 2, Link(1), {(0, 1): slow})
+    assert costs.link(0, 1) == slow
+    assert costs.link(1, 0) == Link(1)
+
+
 # Golden numbers
 
 def held(name: str, ranks: int, microbatches: int, activations: Number, weight_half: Number) -> tuple[Number, ...]:
@@ -103,14 +132,6 @@ def test_without_overlap_every_transfer_happens(name: str, ranks: int, batches: 
             here = [*timeline.events[rank], *(way for way in timeline.transfers if rank in (way.source, way.target))]
             spans = sorted((one.start_s, one.end_s) for one in here)
             assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-
-
-def test_neighbours_on_one_rank_need_no_transfer() -> None:
-    schedule = by_hand("0F0 3F0 3B0 0B0 0STEP0 3STEP0", "1F0 2F0 2B0 1B0 1STEP0 2STEP0", microbatches=1,
-                       placement=((0,), (1,), (1,), (0,)))
-    timeline = simulate(schedule, Costs((StageCosts(1, 1, 1),) * 4, Link(5)))
-    assert times(timeline, 1) == "1F0:6-7 2F0:7-8 2B0:21-23 1B0:23-25 1STEP0:25-25 2STEP0:25-25"
-    assert len(timeline.transfers) == 4
 
 
 def test_a_lowered_schedule_starts_a_transfer_when_its_receive_is_posted() -> None:
@@ -263,16 +284,32 @@ def stage_costs(draw: st.DrawFn, stages: int) -> tuple[StageCosts, ...]:
                  for _ in range(stages))
 
 
-@given(st.data(), NAMES, st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_lowered_and_compute_only_agree_when_transfers_are_free(
-        data: st.DataObject, name: str, ranks: int, batches: int, tied: bool) -> None:
-    schedule = built(name, ranks, batches * ranks)
-    if tied and schedule.stages > 1:
-        schedule = built(name, ranks, batches * ranks, ties={0: (schedule.stages - 1,)})
-    costs = Costs(data.draw(stage_costs(schedule.stages)))
-    only, lowered = simulate(schedule, costs), simulate(lower(schedule), costs)
+@st.composite
+def built_somewhere(draw: st.DrawFn, tied: bool = False) -> Schedule:
+    """On a placement of its own, or with replicas of any width."""
+    if draw(st.booleans()):
+        ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+        recipe = RegisteredSchedule.named(draw(NAMES))
+        placement, microbatches = recipe.layout(ranks, recipe.chunks), microbatches * ranks
+    else:
+        recipe = RegisteredSchedule.named(draw(st.sampled_from(["gpipe", "1f1b", "zb_h1", "pipedream"])))
+        widths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        placement, microbatches = replicas(*widths), draw(st.integers(3, 9))
+    ties = {0: (len(placement) - 1,)} if tied and len(placement) > 1 and draw(st.booleans()) else {}
+    return build(recipe.name, placement, microbatches, ties=ties)
+
+
+@given(st.data(), built_somewhere(tied=True), st.booleans())
+def test_lowered_and_compute_only_agree_when_transfers_are_free(data: st.DataObject, schedule: Schedule,
+                                                                overlap: bool) -> None:
+    free = Costs(data.draw(stage_costs(schedule.stages)), overlap=overlap)
+    only, lowered = simulate(schedule, free), simulate(lower(schedule), free)
     assert only.events == lowered.events
     assert only.memory == lowered.memory
+    for form in (schedule, lower(schedule)):  # what takes time arrives, too
+        timeline = simulate(form, replace(free, default_link=Link(1)))
+        assert len(timeline.transfers) == len({(way.action, way.source, way.target, way.start_s)
+                                               for way in timeline.transfers})
 
 
 @given(NAMES, st.integers(1, 4), st.integers(1, 3))
@@ -286,37 +323,12 @@ def test_memory_counts_what_the_facts_count(name: str, ranks: int, batches: int)
     assert halves == tuple(fact.peak_weight_halves for fact in facts)
 
 
-@given(st.data(), NAMES, st.integers(1, 4), st.integers(1, 3), NUMBERS)
-def test_times_by_relaxation(data: st.DataObject, name: str, ranks: int, batches: int, latency: Number) -> None:
-    schedule = built(name, ranks, batches * ranks)
-    costs = Costs(data.draw(stage_costs(schedule.stages)), Link(latency, bytes_per_s=2))
-    timeline = simulate(schedule, costs)
-    assert ends(timeline) == relaxed(schedule, costs)
-
-
-@given(st.data(), st.sampled_from(["gpipe", "1f1b", "zb_h1", "pipedream"]),
-       st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(3, 9), NUMBERS)
-def test_times_of_replicas_by_relaxation(data: st.DataObject, name: str, widths: list[int], microbatches: int,
-                                         latency: Number) -> None:
-    schedule = build(name, replicas(*widths), microbatches)
+@given(st.data(), built_somewhere(), NUMBERS)
+def test_times_by_relaxation(data: st.DataObject, schedule: Schedule, latency: Number) -> None:
     stages = tuple(replace(stage, reduce_bytes=data.draw(st.integers(0, 3)))
                    for stage in data.draw(stage_costs(schedule.stages)))
     costs = Costs(stages, Link(latency, bytes_per_s=2))
     assert ends(simulate(schedule, costs)) == relaxed(schedule, costs)
-
-
-@given(st.data(), st.sampled_from(["gpipe", "zb_h1", "pipedream"]),
-       st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(3, 9), st.booleans(), st.booleans())
-def test_replicas_lowered_and_compute_only(data: st.DataObject, name: str, widths: list[int], microbatches: int,
-                                           tied: bool, overlap: bool) -> None:
-    ties = {0: (len(widths) - 1,)} if tied and len(widths) > 1 else {}
-    schedule = build(name, replicas(*widths), microbatches, ties=ties)
-    free = Costs(data.draw(stage_costs(schedule.stages)), overlap=overlap)
-    assert simulate(schedule, free).events == simulate(lower(schedule), free).events
-    for form in (schedule, lower(schedule)):  # what takes time arrives, too
-        timeline = simulate(form, replace(free, default_link=Link(1)))
-        assert len(timeline.transfers) == len({(way.action, way.source, way.target, way.start_s)
-                                               for way in timeline.transfers})
 
 
 def ends(timeline: Timeline) -> dict[tuple[int, Action], Number]:
