@@ -43,12 +43,12 @@ from vpipe.schedules.size import Layout
 
 NATIVE = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "num_heads": 4, "dropout": 0.1, "vocab_size": 64},
-    "dataset": {"name": "synthetic", "batch_size": 16, "num_workers": 0, "samples": 64, "path": "data", "seed": 1},
+    "dataset": {"name": "synthetic", "batch_size": 16, "num_workers": 0, "samples": 64, "seed": 1},
     "training": {"learning_rate": 1e-4, "num_microbatches": 4, "max_steps": 3, "warmup_steps": 0.1, "grad_clip": 1.0,
                  "lr_policy": "cosine", "precision": "fp16", "loss_scale": 1024, "seed": 0, "threads": 1},
     "parallel": {"model_parallel_size": 4, "schedule": "1f1b", "partition": [3, 2, 2, 2], "recompute": [0.5, 0, 0, [7]],
                  "stage_to_rank_map": {"0": [0], "1": [1], "2": [2], "3": [3]}, "compress": ["none", "int8", "none"],
-                 "memory": "8GiB", "warmup_depth": [3, 2, 1, 0], "timeout_s": 60.0},
+                 "warmup_depth": [3, 2, 1, 0], "timeout_s": 60.0},
     "checkpoint": {"every_steps": 5}, "machines": [f"localhost:{rank}" for rank in range(4)], "log_directory": "out"}
 FLAT = {
     "directory": "bert", "partition": "p.json", "config_file": "m.json", "sync_mode": "asp", "model_type": "bert",

@@ -50,7 +50,7 @@ def test_versions_and_microbatches_compile_nothing_again(name: str, recompute: f
 
 def test_a_config_names_the_backend(tmp_path: Path) -> None:
     for said, backend in ((False, None), (True, "inductor"), ("aot_eager", "aot_eager")):
-        assert job_of(tmp_path, training__compile=said).description.execution.backend == backend
+        assert job_of(tmp_path, training__compile=said).description(None).execution.backend == backend
 
 
 def test_layers_of_one_class_share_their_code() -> None:

@@ -21,10 +21,9 @@ from vpipe.app.data.cache import file_states
 from vpipe.app.data.corpus import PARTS, Corpus, Document, Part, token_dataset
 from vpipe.app.data.dataset import DatasetSettings
 from vpipe.app.data.epoch import TokenDataset
-from vpipe.app.data.line_files import MOST_PROBLEMS, line_files, part_of_path, read_lines
+from vpipe.app.data.line_files import line_files, read_records
 from vpipe.app.data.local_corpus import machine_functions
 from vpipe.app.data.registry import register_dataset
-from vpipe.errors import Problem, UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 CODE = ("func_code_string", "code", "whole_func_string")
@@ -38,23 +37,8 @@ def jsonl_files(path: Path) -> list[Path]:
 
 
 def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
-    """Yield the function of every line, in order; blank lines are skipped.
-
-    Names of files and folders below ``root`` give the part. Raises one :class:`UserError` at the end, or after ten
-    mistakes, that names the wrong lines as ``file:line``.
-    """
-    problems: list[Problem] = []
-    for file in files:
-        part_of_file = part_of_path(file.relative_to(root))
-        for number, line in read_lines(file, problems):
-            try:
-                yield _document(line, part_of_file)
-            except ValueError as error:
-                problems.append(Problem(str(error), "correct or remove the line", f"{file}:{number}"))
-                if len(problems) == MOST_PROBLEMS:
-                    raise UserError.all_of(problems) from None
-    if problems:
-        raise UserError.all_of(problems)
+    """Yield the function of every line, as :func:`~vpipe.app.data.line_files.read_records` does."""
+    return read_records(files, root, _document, "correct or remove the line")
 
 
 def _document(line: bytes, part_of_file: Part | None) -> Document:

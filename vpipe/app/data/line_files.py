@@ -6,12 +6,15 @@ import gzip
 import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from vpipe.app.data.corpus import PARTS, Part
 from vpipe.errors import Problem, UserError
+
+T = TypeVar("T")
 
 MOST_PROBLEMS = 10
 """Wrong lines that one error shows."""
@@ -46,6 +49,32 @@ def line_files(path: Path, suffixes: Sequence[str], holds: str) -> list[Path]:
         raise UserError(f"no {kinds} file in {path} or below it ({others} other entries)",
                         hint=f"unpack the data there: {holds}")
     return files
+
+
+def read_records(files: Sequence[Path], root: Path, parse: Callable[[bytes, Part | None], T], remedy: str
+                 ) -> Iterator[T]:
+    """Yield the record of every line, in order; blank lines are skipped.
+
+    Args:
+        root: names of files and folders below it give the part.
+        parse: makes a record of a line and the part of its file; raises ValueError with the mistake in the line.
+        remedy: of a wrong line.
+
+    Raises:
+        UserError: lines are wrong; raised at the end, or after ten mistakes, with all of them as ``file:line``.
+    """
+    problems: list[Problem] = []
+    for file in files:
+        part = part_of_path(file.relative_to(root))
+        for number, line in read_lines(file, problems):
+            try:
+                yield parse(line, part)
+            except ValueError as error:
+                problems.append(Problem(str(error), remedy, f"{file}:{number}"))
+                if len(problems) >= MOST_PROBLEMS:
+                    raise UserError.all_of(problems) from None
+    if problems:
+        raise UserError.all_of(problems)
 
 
 def read_lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:

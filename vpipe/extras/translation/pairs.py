@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states
-from vpipe.app.data.corpus import PARTS, SOURCES, Corpus, Pair, SplitCorpus
+from vpipe.app.data.corpus import PARTS, SOURCES, Corpus, Pair, Part, SplitCorpus
 from vpipe.app.data.dataset import SPLITS, DatasetSettings, Split
 from vpipe.app.data.huggingface import is_saved, saved_facts, saved_splits
-from vpipe.app.data.line_files import MOST_PROBLEMS, line_files, part_of_path, read_lines
+from vpipe.app.data.line_files import line_files, read_records
 from vpipe.app.data.plain_text import decoded
 from vpipe.app.data.registry import register_dataset
 from vpipe.app.data.tokenizers import (
@@ -48,7 +48,7 @@ from vpipe.app.data.tokenizers import (
     train_byte_bpe,
 )
 from vpipe.app.progress import progress
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.errors import UserError, nearest
 from vpipe.extras.translation.length_buckets import LengthBuckets, PairDataset, TokenPairs
 from vpipe.plugins import PluginGroup
 
@@ -61,30 +61,8 @@ _FORMAT = 4  # raised when the same facts come to mean other tokens, or another 
 _TEXTS_AT_ONCE = 1024
 
 
-def read_tab_separated(files: Sequence[Path], root: Path) -> Iterator[Pair]:
-    """Yield the pair of every line, in order; blank lines are skipped.
-
-    Names of files and folders below ``root`` give the part. Raises one :class:`UserError` at the end, or after ten
-    mistakes, that names the wrong lines as ``file:line``.
-    """
-    problems: list[Problem] = []
-    for file in files:
-        part = part_of_path(file.relative_to(root))
-        for number, line in read_lines(file, problems):
-            try:
-                source, target = _sides(line)
-                yield Pair(source, part, target=target)
-            except ValueError as error:
-                problems.append(Problem(str(error), "a line is a source, a tab and a target; correct or remove it",
-                                        f"{file}:{number}"))
-                if len(problems) >= MOST_PROBLEMS:
-                    raise UserError.all_of(problems) from None
-    if problems:
-        raise UserError.all_of(problems)
-
-
-def _sides(line: bytes) -> tuple[str, str]:
-    """Return source and target. Raises ValueError with the mistake in it."""
+def _pair(line: bytes, part: Part | None) -> Pair:
+    """Return the source and the target of a line. Raises ValueError with the mistake in it."""
     try:
         columns = [column.strip() for column in decoded(line).rstrip("\r\n").split("\t")]
     except UnicodeDecodeError as error:
@@ -94,14 +72,15 @@ def _sides(line: bytes) -> tuple[str, str]:
     for name, side in zip(("source", "target"), columns, strict=True):
         if not side:
             raise ValueError(f"the {name} is empty")
-    return columns[0], columns[1]
+    return Pair(columns[0], part, target=columns[1])
 
 
 def tab_separated(path: Path) -> Corpus:
     """Return the pairs in a file or folder. Raises :class:`UserError` without any file."""
     files, root = line_files(path, SUFFIXES, "a source, a tab and a target per line"), \
         path.parent if path.is_file() else path
-    return Corpus(str(path), {"pairs": file_states(files, root)}, partial(read_tab_separated, files, root))
+    return Corpus(str(path), {"pairs": file_states(files, root)}, partial(
+        read_records, files, root, _pair, "a line is a source, a tab and a target; correct or remove it"))
 
 
 def saved_translations(path: Path, source: str | None, target: str | None) -> Corpus:
