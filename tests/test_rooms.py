@@ -285,21 +285,23 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_959, "testing": 2_175, "application": 22_525, "extras": 6_270, "tests": 57_086,
-           "parameters of Pipeline": 9, "config keys": 102}
-"""The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
+BUDGETS = {"library": 29_800, "testing": 2_150, "application": 22_050, "extras": 4_800, "tests": 53_500,
+           "vpipe": 58_750, "benchmarks": 8_400, "parameters of Pipeline": 9, "config keys": 102}
+"""Ceilings, which fall; an issue alone may raise one: the most lines of every tier (tests/tier_sizes.py counts them), and
+the most that users have to learn."""
 
 
-def test_a_feature_makes_room_or_raises_its_budget() -> None:
+def test_a_feature_makes_room() -> None:
     def keys_of(section: type[BaseModel]) -> int:
         inner = map(section_of, section.model_fields.values())
         return sum(1 if found is None else keys_of(found) for found in inner)  # type: ignore[arg-type]
 
     now = {**lines_of_tiers(), "parameters of Pipeline": len(inspect.signature(Pipeline).parameters),
            "config keys": keys_of(Config)}
+    now["vpipe"] = sum(now[tier] for tier in ("library", "testing", "application", "extras"))
+    now["benchmarks"] = sum(file.read_text().count("\n") for file in (ROOT.parent / "benchmarks").rglob("*.py"))
     above = {what: f"{count:,} of {BUDGETS[what]:,}" for what, count in now.items() if count > BUDGETS[what]}
-    assert not above, (f"{above}: delete what nobody uses, do a job once, or take what is there for the new one; where "
-                       "that would harm users, raise the budget in this file, and let the commit say why")
+    assert not above, f"{above}: delete what nobody uses, do a job once, or take what is there for the new one"
 
 
 def test_a_pipeline_is_described_by_few_parts_of_few_fields() -> None:

@@ -21,17 +21,18 @@ ENTRIES = ("schedules", "plan", "profiling", "checkpoint", "runtime")
 
 @dataclass(frozen=True)
 class Size:
-    """Of some files; ``docstrings`` is the share of their lines, ``median`` of the characters of lines with code."""
+    """Of some files; ``docstrings`` and ``blank`` are shares of their lines, ``median`` is of characters of the others."""
 
     files: int
     lines: int
     statements: int
     docstrings: float
+    blank: float
     median: float
 
     def __str__(self) -> str:
         return (f"{self.files:5} files {self.lines:7,} lines {self.statements:7,} statements "
-                f"{self.docstrings:5.1%} docstrings {self.median:4.0f} characters")
+                f"{self.docstrings:5.1%} docstrings {self.blank:5.1%} blank {self.median:4.0f} characters")
 
 
 def size_of(files: Iterable[Path]) -> Size:
@@ -45,6 +46,7 @@ def size_of(files: Iterable[Path]) -> Size:
                 documented += (node.end_lineno or 0) - node.lineno + 1
     lines = [line for text in texts for line in text.splitlines()]
     return Size(len(texts), sum(text.count("\n") for text in texts), statements, documented / max(1, len(lines)),
+                sum(not line.strip() for line in lines) / max(1, len(lines)),
                 median([len(line) for line in lines if line.strip()] or [0]))
 
 
