@@ -287,7 +287,7 @@ PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Tran
 
 BUDGETS = {"library": 29_800, "testing": 2_150, "application": 22_050, "extras": 4_800, "tests": 53_500,
            "vpipe": 58_750, "benchmarks": 8_400, "parameters of Pipeline": 9, "config keys": 102}
-"""Ceilings, which fall; an issue alone may raise one: the most lines of every tier (tests/tier_sizes.py counts them), and
+"""Ceilings, which fall; an issue alone may raise one: the most lines of every tier (tests/tier_sizes.py counts), and
 the most that users have to learn."""
 
 

@@ -21,7 +21,7 @@ ENTRIES = ("schedules", "plan", "profiling", "checkpoint", "runtime")
 
 @dataclass(frozen=True)
 class Size:
-    """Of some files; ``docstrings`` and ``blank`` are shares of their lines, ``median`` is of characters of the others."""
+    """Of some files; ``docstrings`` and ``blank`` are shares of lines, ``median`` is of characters of the others."""
 
     files: int
     lines: int
