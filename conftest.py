@@ -114,5 +114,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the processes that share the tests take them file by file, but one of them all that need the same gloo world,
     the bench of failures or the late device, so that only one builds it."""
     for item in items:
-        shared = {"world", "bench", "ended"}.intersection(getattr(item, "fixturenames", ()))
+        shared = {"world", "two", "bench", "ended"}.intersection(getattr(item, "fixturenames", ()))
         item.add_marker(pytest.mark.xdist_group("".join(shared) or item.nodeid.partition("::")[0]))
