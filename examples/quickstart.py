@@ -16,7 +16,7 @@ net = nn.Sequential(
     nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(),
     nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.05), nn.Linear(64, 2),
 )
-model = Model.sequential(net, loss=nn.CrossEntropyLoss())
+model = Model.sequential(net, loss=nn.CrossEntropyLoss())  # trains a copy: net.load_state_dict(pipe.state_dict())
 
 # %% Data: dicts with "input" and "target", dimension 0 = samples. Two interleaved spirals. Every process reads the same
 # batches: give a DataLoader that shuffles generator=torch.Generator().manual_seed(1), as these samples have one.

@@ -169,10 +169,11 @@ class Pipeline:
 
         With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
         several a step takes the fewest microbatches that are whole updates of every stage), and the pipeline stays full
-        from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under
-        torchrun every process passes the same batches, and they are compared (docs/data.md); a field that its layers do
-        not read may be on the meta device. What raises while a batch is read is raised when those before are done.
-        In one process Ctrl-C leaves the pipeline whole (docs/faults.md).
+        from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Where a
+        call ends within a batch, the next call with the same iterator goes on with the rest, and one with another
+        iterable leaves the rest out (docs/given.md). Under torchrun every process passes the same batches, and they are
+        compared (docs/data.md); a field that its layers do not read may be on the meta device. What raises while a
+        batch is read is raised when those before are done. In one process Ctrl-C leaves the pipeline whole.
 
         Args:
             pauses: the updates, counted over all of training, after which a pipeline without a flush drains: every so
@@ -228,7 +229,7 @@ class Pipeline:
                  averaged: bool = False) -> float | tuple[float, dict[str, Tensor]]:
         """Return the mean loss over all samples, forward only, modules in evaluation mode; the same on every rank.
 
-        Batches may have any size; the loss of a microbatch is weighted by its samples (docs/data.md).
+        Batches, read to their end, may have any size; a microbatch's loss is weighted by its samples (docs/data.md).
 
         Args:
             outputs: what to return as well, as ``(loss, {name: tensor})``, of all samples in their order, on every rank
@@ -300,7 +301,7 @@ class Pipeline:
 
         Returns:
             The position in training. The first batch to give :meth:`train` is the one after those that are done,
-            ``position.microbatches // pipe.microbatches`` when all came from one call of it. When an asynchronous
+            ``position.microbatches // pipe.microbatches`` when all came from one iterator. When an asynchronous
             pipeline was saved within a batch, it is that batch, and the microbatches that are done are left out.
 
         Raises:

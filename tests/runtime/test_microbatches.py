@@ -22,8 +22,8 @@ def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
 
 
 def loader(batches: Iterator[Batch], microbatches: int = 2, uses: int = 1,
-           limit: int | None = None, equal: bool = True) -> MicrobatchLoader:
-    return MicrobatchLoader(batches, microbatches, ("x", "y"), lambda _: uses, limit, equal=equal)
+           equal: bool = True) -> MicrobatchLoader:
+    return MicrobatchLoader(batches, microbatches, ("x", "y"), lambda _: uses, equal=equal)
 
 
 def failure(batch: Batch) -> str:
@@ -111,9 +111,10 @@ def test_a_batch_is_let_go_when_those_who_take_its_microbatches_have_had_them() 
         stream.consume(4)
 
 
-def test_a_limit_ends_the_stream_and_its_reading_and_a_pause_holds_it() -> None:
+def test_a_pause_holds_the_stream_and_its_reading() -> None:
     batches = numbered(9)
-    stream = loader(batches, limit=3)
+    stream = loader(batches)
+    stream.end = 3
     assert [stream.has(i) for i in range(5)] == [True, True, True, False, False]
     assert next(batches)["x"].tolist() == [8, 9, 10, 11], "no batch beyond it is read"
     stream.end = 1
@@ -227,10 +228,9 @@ def test_batches_read_ahead_are_copied(copied: bool) -> None:
     assert first["y"].data_ptr() == memory.data_ptr(), "nothing computes with it"
 
 
-@pytest.mark.parametrize(("end", "limit", "ended"), [(None, None, True), (6, None, True), (4, None, False),
-                                                     (None, 6, True), (None, 4, False), (2, None, False)])
-def test_the_batches_have_ended_where_nothing_else_ends_them(end: int | None, limit: int | None, ended: bool) -> None:
-    stream = loader(numbered(2), limit=limit)
+@pytest.mark.parametrize(("end", "ended", "rest"), [(None, True, 0), (6, True, 0), (4, False, 0), (2, False, 2)])
+def test_the_batches_have_ended_where_nothing_else_ends_them(end: int | None, ended: bool, rest: int) -> None:
+    stream = loader(numbered(2))
     assert not stream.has(4)
     stream.end = end
-    assert stream.ended is ended
+    assert (stream.ended, stream.rest) == (ended, rest)

@@ -32,7 +32,7 @@ class Update:
     Attributes:
         optimizer: makes a stage's optimizer, or a list of them, from its parameters; see docs/optimizers.md. Its
             learning rate is the base that ``learning_rate_factor`` multiplies.
-        learning_rate_factor: step number -> factor.
+        learning_rate_factor: step number -> factor; asked once per step in a process.
         grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one; None: any.
         skip_not_finite: skip an update when a loss or the norm of a gradient in it is not finite: with a flush on all
             stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.

@@ -39,8 +39,8 @@ def seed_of(*parts: int) -> int:
 class Layer:
     """The smallest unit a model may be cut between.
 
-    ``build`` makes the module, whose ``forward`` takes ``inputs`` in that order and returns ``outputs``
-    in that order (a tensor, or a tuple when there are several). ``ties`` maps a parameter of this layer
+    ``build`` makes the module (one that exists is trained itself), whose ``forward`` takes ``inputs`` in that order and
+    returns ``outputs`` in that order (a tensor, or a tuple of several). ``ties`` maps a parameter of this layer
     to the parameter of an earlier layer that it shares: ``{"decoder.weight": "embed.word.weight"}``.
     ``shared`` maps a submodule of this layer, ``""`` for all of it, to the module of an earlier layer that it is, such
     as ``"norm"`` or ``"block.norm"``: both have one set of buffers, and so must be in one stage.

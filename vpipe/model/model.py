@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -35,9 +35,9 @@ from vpipe.model.layer import (
 )
 from vpipe.model.sequential import (
     Loss,
-    WithLoss,
     check_children,
     check_sequential,
+    check_unchanged,
     copy_module,
     shared_modules,
     shared_parameters,
@@ -63,6 +63,7 @@ class Model:
     def __init__(self, layers: Iterable[Layer], batch: Sequence[str], labels: str | None = None) -> None:
         self.layers, self.batch = _checked(layers, batch)
         self.labels = labels
+        self._check: Callable[[], object] = tuple  # that what the layers copy is what it was when they were made
         problems = list(_problems(self.layers, self.batch))
         if labels is not None and (labels not in self.batch or labels not in self.layers[-1].inputs):
             problems.append(Problem(f"the labels of the model are {shown(labels)}, which is no field of the batch that "
@@ -77,7 +78,9 @@ class Model:
     def sequential(cls, modules: nn.Sequential, loss: Loss) -> Model:
         """Return an ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
 
-        The children are already initialised and are copied as they are; ``loss(output, target)`` joins the last child.
+        A pipeline trains copies of the children and of the loss, as they are when it is built; ``modules`` stays
+        untrained: ``modules.load_state_dict(pipe.state_dict())``. ``loss(output, target)`` joins the last child; a
+        function is not copied (docs/given.md).
         A parameter that several children share, or a child that stands in several places, becomes tied. A module with
         buffers that stands in several places (a batch normalisation) must have them all in one stage. Raises UserError
         when they are something else; there is no child; one is lazy or scripted; a function in it, or the loss, holds a
@@ -98,10 +101,11 @@ class Model:
             layers.append(Layer(name, partial(copy_module, children[name]), (source,), ("h",), ties[name],
                                 shared[name]))
             source = "h"
-        ending = WithLoss(children[last], loss)
-        layers.append(Layer(last, partial(copy_module, ending), (source, "target"), (LOSS, "output"), ties[last],
-                            shared[last]))
-        return cls(layers, batch=("input", "target"))
+        layers.append(Layer(last, partial(copy_module, children[last], loss), (source, "target"), (LOSS, "output"),
+                            ties[last], shared[last]))
+        model = cls(layers, batch=("input", "target"))
+        model._check = partial(check_unchanged, modules, children, ties, shared)
+        return model
 
     def with_adapters(self, config: Any) -> Model:
         """Return this model with the adapters of a ``peft.LoraConfig`` in its layers, and all other weights frozen.
@@ -109,6 +113,7 @@ class Model:
         Layers begin with the same weights as without. ``target_modules`` are names of modules, or ends of them, below
         ``<layer>.``. Raises UserError where one is in no layer, or its weight is tied.
         """
+        self._check()
         return Model(adapted(self.layers, self.ties, config), self.batch, self.labels)
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
@@ -195,6 +200,7 @@ class Model:
 
         Raises UserError for a partition that does not fit the model, or separates layers that share a module.
         """
+        self._check()
         return divide(self.layers, self.batch, partition)
 
     def crossing(self, cut: int) -> tuple[str, ...]:

@@ -27,8 +27,6 @@ class WithLoss(nn.Module):
 
     def __init__(self, child: nn.Module, loss: Loss) -> None:
         super().__init__()
-        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise UserError("the loss has parameters to train", hint="make it the last child, or write a Layer for it")
         self._parameters, self._buffers, self._modules = child._parameters, child._buffers, dict(child._modules)
         self.__dict__.update(_vpipe_child=child, _vpipe_loss=loss)  # names that no module of the child's has
         if isinstance(loss, nn.Module):
@@ -89,11 +87,11 @@ def rounded_module(module: nn.Module) -> nn.Module:
     return _child_of(module) if isinstance(module, WithLoss) else module
 
 
-def copy_module(module: nn.Module) -> nn.Module:
-    """Copy a module with the hooks and attributes of its parameters, which torch leaves out."""
+def copy_module(module: nn.Module, loss: Loss | None = None) -> nn.Module:
+    """Copy a module, with its loss, and with the hooks and attributes of its parameters, which torch leaves out."""
     memo: dict[int, Any] = {}
     try:
-        made = copy.deepcopy(module, memo)
+        made = copy.deepcopy(module if loss is None else WithLoss(module, loss), memo)
     except RuntimeError as error:
         raise UserError(f"a child of the nn.Sequential, {type(module).__name__}, cannot be copied: "
                         f"{str(error).splitlines()[0]}",
@@ -158,12 +156,22 @@ def check_sequential(modules: object, loss: object) -> None:
             modules._backward_pre_hooks):
         given.refuse("the nn.Sequential has hooks of its own, which layers would not carry out",
                      "register them on its children")
-    if isinstance(loss, type):
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        given.refuse("the loss has parameters to train", "make it the last child, or write a Layer for it")
+    elif isinstance(loss, type):
         given.refuse(f"the loss is {shown(loss)}", f"give what it makes: {loss.__name__}()")
     else:
         given.function("the loss", loss, 2, "give what computes a loss from output and target, such as "
                                             "nn.CrossEntropyLoss()")
     given.check()
+
+
+def check_unchanged(modules: nn.Sequential, children: Mapping[str, nn.Module], ties: object, shared: object) -> None:
+    """Refuse other children, or other ties between them, than when layers were made of them; weights may be others."""
+    same = [child for child in modules._modules.values() if child is not None] == list(children.values())
+    if not same or shared_parameters(children) != ties or shared_modules(children) != shared:
+        raise UserError("the nn.Sequential has other children, or other ties between them, than when Model.sequential "
+                        "was called", hint="change it first, then make the model: Model.sequential(modules, loss)")
 
 
 def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], loss: Loss) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from pkgutil import resolve_name
 
 from vpipe.description.description import Description
@@ -80,6 +81,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     placement, lanes = schedule.placement, world.lanes
     distributed = len(lanes.own) > 1
     update, execution, precision = description.update, description.execution, description.precision
+    update = replace(update, learning_rate_factor=lru_cache(update.learning_rate_factor))  # which may count its calls
     make_worker = worker_class(Executor.named(execution.executor))
     if (backend := execution.backend) is not None:
         check_compiled(backend, schedule, world.own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -109,6 +109,7 @@ class Engine:
         self._begun = 0  # microbatches that a resumed run has done of its first batch
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
+        self._streamed: MicrobatchLoader | None = None  # the latest
         self._results = StepResults(self.workers, schedule, distributed, world.lanes, beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
         self._interpreter = Interpreter(self.workers, self._results, schedule, self.interrupts, distributed)
@@ -137,13 +138,9 @@ class Engine:
         self.drain()
         self._made.clear()
         self._results.stop = lambda: stop() or watch.why_stop(self._training) is not None
-        begun, self._begun = self._begun, 0
-        schedule, per_step = self.schedule, self.schedule.assignment.per_step
-        whole = per_step if schedule.stream else schedule.microbatches
-        loader = self._loader(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
-                          None if schedule.stream else schedule.microbatches, begun, copied=schedule.stream)
-        return self._until_asked(self._train_stream(loader, begun, pauses) if schedule.stream
-                                 else self._train_whole(loader))
+        iterator = iter(batches)
+        return self._until_asked(self._train_stream(iterator, updates, pauses) if self.schedule.stream
+                                 else self._train_whole(iterator, updates))
 
     @property
     def _training(self) -> str:
@@ -174,9 +171,12 @@ class Engine:
         return self.position.after(stream.done, done, self._samples(stream.segment, first + done),
                                    (first + done) % self._description.microbatches)
 
-    def _train_whole(self, loader: MicrobatchLoader) -> Iterator[Step]:
+    def _train_whole(self, batches: Iterator[Batch], updates: int | None) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
-        first = 0
+        first, whole = 0, self.schedule.microbatches
+        loader = self._loader(batches, whole)
+        if updates is not None:
+            loader.end = -(-updates * self.schedule.assignment.per_step // whole) * whole
         while loader.has(first):
             try:
                 with self.interrupts:
@@ -184,7 +184,7 @@ class Engine:
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(self._whereabouts())
                 raise
-            first += self.schedule.microbatches
+            first += whole
             while self._made:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._end_batches(loader)
@@ -204,20 +204,28 @@ class Engine:
             self._interpreter.fail()
             raise
 
-    def _train_stream(self, loader: MicrobatchLoader, first: int, pauses: Pauses) -> Iterator[Step]:
-        """Train without a flush, from pause to pause."""
-        while loader.has(first):
+    def _train_stream(self, batches: Iterator[Batch], updates: int | None, pauses: Pauses) -> Iterator[Step]:
+        """Train without a flush, from pause to pause, first on what an earlier call has read of the same batches."""
+        loader = self._streamed
+        while True:
             self.drain()  # of another call of train
-            done = self.position.steps
+            if loader is None or loader.batches is not batches:
+                loader = self._streamed = self._loader(batches, None, self._begun)
+                loader.end = self._begun
+            first, done = loader.total, self.position.steps
             pause = pauses(done)
-            if pause is not None:
-                assert pause > done, f"a pause after step {pause}, but {done} are done"
-                loader.end = first + (pause - done) * self.schedule.assignment.per_step
-            yield from self._train_to_pause(loader, first, pause)
-            first, loader.end = loader.total, None
+            assert pause is None or pause > done, f"a pause after step {pause}, but {done} are done"
+            if updates is not None:
+                pause = done + updates if pause is None else min(pause, done + updates)
+            loader.end = None if pause is None else first + (pause - done) * self.schedule.assignment.per_step
+            if not loader.has(first):
+                break
+            made = yield from self._train_to_pause(loader, first, pause)
+            updates = None if updates is None else updates - made
         self._end_batches(loader)
 
-    def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None) -> Iterator[Step]:
+    def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None) -> Generator[Step, None, int]:
+        """Train until the next pause; return the number of steps."""
         assignment = replace(self.schedule.assignment,
                              has_microbatch=lambda microbatch: loader.has(first + microbatch))
         segment = self._segment(loader, first, assignment)
@@ -236,6 +244,7 @@ class Engine:
                 self._end_stream(stream)
         else:
             yield from stream.drained
+        return stream.done
 
     def _next_of_stream(self, stream: RunningSegment) -> Step | None:
         try:
@@ -254,6 +263,7 @@ class Engine:
         except (Exception, KeyboardInterrupt) as error:
             self.position = self.reached()
             self._stream = None
+            segment.loader.close()
             if isinstance(error, KeyboardInterrupt):
                 error.add_note(self._whereabouts())
             raise
@@ -274,9 +284,10 @@ class Engine:
     def _end_batches(self, loader: MicrobatchLoader) -> None:
         """Raise the user's error of a batch that could not be read, when the batches before it are done."""
         self._agree_on_end(loader)
-        loader.close()
-        if loader.error is not None:
-            raise loader.error
+        if not loader.rest:  # else another call may go on
+            loader.close()
+            if loader.error is not None:
+                raise loader.error
         device = self._device
         if device.type != "cpu" and any(worker.transport.ordered for worker in self.workers.values()):
             accelerator.current_stream(device).synchronize()  # the process may end now, before its sends have
@@ -293,10 +304,14 @@ class Engine:
         if self.schedule.flush:
             yield step
             return
+        for stage in self.local_stages:
+            stage.use_latest()  # a module may be the user's own, who looks at it
         optimizers = self._optimizers
         before = [optimizer.options() for optimizer in optimizers]
         yield step
         self._check_not_wrapped()
+        for stage in self.local_stages:
+            stage.check_frozen()
         if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
             raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
                             f"'{self.schedule.name}' has later updates under way",
@@ -325,6 +340,7 @@ class Engine:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
         self._check_not_wrapped()
+        self._begun = 0
         return Segment(loader, first, self.position.microbatches * loader.slices, self.position.steps, assignment,
                        training=True)
 
@@ -386,7 +402,7 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        loader, first = self._loader(batches, None, most, copied=True, evaluation=evaluation_of(wanted)), 0
+        loader, first = self._loader(iter(batches), most, evaluation=evaluation_of(wanted)), 0
         with self.interrupts, ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted))
@@ -469,14 +485,13 @@ class Engine:
             own.clear()
         return interleaved(parts, samples) if len(self._placement[-1]) > 1 else joined(parts)
 
-    def _loader(self, batches: Iterable[Batch], limit: int | None, period: int | None, begun: int = 0,
-                copied: bool = False, evaluation: str | None = None) -> MicrobatchLoader:
+    def _loader(self, batches: Iterator[Batch], period: int | None, begun: int = 0,
+                evaluation: str | None = None) -> MicrobatchLoader:
         """Return a loader of the microbatches that this process uses.
 
         Args:
             period: after how many microbatches they are divided among replicas from the first one on, if ever.
             begun: how many of the first batch are left out.
-            copied: whether fields are copied, where batches are read while others are in use.
             evaluation: the name of that which reads them; None: training, in which all microbatches of a batch must
                 have the same size, and are cut into slices.
         """
@@ -493,8 +508,8 @@ class Engine:
         comparison = next((worker.comparison for worker in self.workers.values()), None)
         lanes = None if self._lane_comparison is None else partial(
             self._lane_comparison.compare, evaluation or "training")
-        return MicrobatchLoader(iter(batches), self._description.microbatches, self._fields, uses, limit, used,
-                                self._device if copied else None, comparison, lanes,
+        return MicrobatchLoader(batches, self._description.microbatches, self._fields, uses, used,
+                                self._device if self.schedule.stream or not training else None, comparison, lanes,
                                 (self._labels if slices > 1 else self._counted) if training else None,
                                 self._over_lanes, slices=slices, by_label=self._counted is not None, equal=training)
 

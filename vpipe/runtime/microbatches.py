@@ -82,7 +82,6 @@ class MicrobatchLoader:
         fields: names a batch must hold.
         uses: ``microbatch -> how many stages of this process use it``, each once; 0 where training resumes within a
             batch and the microbatch is done.
-        limit: after how many microbatches the loader ends, if the batches do not end before.
         used: fields that layers here compute with.
         copy_to: device to which these are copied, where the user may fill the same memory with the next batch while
             they are in use; None: they are not copied.
@@ -97,7 +96,8 @@ class MicrobatchLoader:
             differ by at most one sample, and a batch of fewer samples has a microbatch for each.
 
     Attributes:
-        end: a microbatch at which to pause.
+        batches: the user's, until the loader is closed.
+        end: a microbatch at which to pause; what was read after it waits.
         error: raised while a batch was read: the microbatches end before it. KeyboardInterrupt is one, too, where no
             other ranks wait.
         checksums: of batches, by number, until the comparison with other ranks drops them.
@@ -107,13 +107,12 @@ class MicrobatchLoader:
     """
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
-                 uses: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
-                 copy_to: torch.device | None = None, comparison: BatchChecker | None = None,
-                 lanes: CompareLanes | None = None, labels: str | None = None,
+                 uses: Callable[[int], int], used: Collection[str] = (), copy_to: torch.device | None = None,
+                 comparison: BatchChecker | None = None, lanes: CompareLanes | None = None, labels: str | None = None,
                  over_lanes: Callable[[list[int]], list[int]] = list, *, slices: int = 1, by_label: bool = True,
                  equal: bool = True) -> None:
-        self._batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
-        self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
+        self.batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
+        self._used, self._copy_to, self._comparison = used, copy_to, comparison
         self._equal, self._lanes, self.labels, self._over_lanes = equal, lanes, labels, over_lanes
         self.slices, self._by_label = slices, by_label
         self._open: dict[int, _OpenBatch] = {}
@@ -127,8 +126,7 @@ class MicrobatchLoader:
 
     def has(self, microbatch: int) -> bool:
         """Return whether this microbatch exists and lies before the pause."""
-        if (self.end is not None and microbatch >= self.end) or (
-                self._limit is not None and microbatch >= self._limit):
+        if self.end is not None and microbatch >= self.end:
             return False
         while microbatch >= self._read and not self._exhausted:
             self._read_batch()
@@ -137,7 +135,7 @@ class MicrobatchLoader:
     def _read_batch(self) -> None:
         try:
             with watch.activity.during("reading a batch"):
-                batch = next(self._batches, _END)
+                batch = next(self.batches, _END)
             fields = None if batch is _END else self._check(batch)
         except (Exception, KeyboardInterrupt) as error:  # raised when the batches before are done
             if (self._comparison is not None or self._lanes is not None) and isinstance(error, KeyboardInterrupt):
@@ -201,12 +199,17 @@ class MicrobatchLoader:
     def total(self) -> int:
         """Return the number of microbatches up to the pause, after :meth:`has` returned False."""
         read = self._read if self._exhausted else None
-        return min(end for end in (self.end, self._limit, read) if end is not None)
+        return min(end for end in (self.end, read) if end is not None)
+
+    @property
+    def rest(self) -> int:
+        """Return how many microbatches that were read wait after :attr:`total`."""
+        return self._read - self.total
 
     @property
     def ended(self) -> bool:
-        """Return whether the batches have ended, or reading one failed, before the limit and the pause."""
-        return self._exhausted and all(end is None or self._read < end for end in (self.end, self._limit))
+        """Return whether the batches have ended, or reading one failed, before the pause."""
+        return self._exhausted and (self.end is None or self._read < self.end)
 
     def batch_of(self, microbatch: int) -> int:
         """Return the number of the batch of a microbatch that was read, or after the last of these."""
@@ -263,7 +266,7 @@ class MicrobatchLoader:
 
     def close(self) -> None:
         """Drop the reference to the user's iterator."""
-        self._batches = iter(())
+        self.batches = iter(())
 
     def _check(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of a batch; refuse one that lacks a field or cannot be cut as it should be."""

@@ -186,12 +186,14 @@ class StageLayers:
         return bool(self.weights.names or self.borrowed)
 
     def check_frozen(self) -> None:
-        """Refuse a parameter that wants a gradient, but did not when the stage was built."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UserError(f"'{name}' requires a gradient now, but did not when the pipeline was built: no "
-                                "optimizer steps it",
-                                hint="save, and load into a pipeline that is built with what is trained from here on")
+        """Refuse a parameter that wants a gradient, but did not when the stage was built; where weights have several
+        versions, also the reverse."""
+        changed = [(name, "a", "did not", "no optimizer steps it") for name, p in self._frozen if p.requires_grad]
+        changed += [(name, "no", "did", "other versions of it do") for weights in self.all_weights if weights.parted
+                    for name, p in zip(weights.names, weights.leaves(), strict=True) if not p.requires_grad]
+        for name, now, then, why in changed:
+            raise UserError(f"'{name}' requires {now} gradient now, but {then} when the pipeline was built: {why}",
+                            hint="save, and load into a pipeline that is built with what is trained from here on")
 
     def check_not_wrapped(self, when: str = "; it was not when the pipeline was built") -> None:
         """Refuse a layer that is wrapped, or sharded where the schedule does not gather weights."""

@@ -60,7 +60,7 @@ class WeightVersions:
         self.latest = 0
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
         self._active = self._graded = self._first = self._leaves[0]
-        self._parted = False  # from the parameters that the modules were built with
+        self.parted = False  # from the parameters that the modules were built with
         self._moves = False  # whether forwards put the parameters into other memory
         self._unrounded = unrounded
         self.owned: frozenset[str] | None = None  # parameters that this replica steps; None: all, as every other does
@@ -88,7 +88,7 @@ class WeightVersions:
 
         The parameters before become :class:`ReplacedParameter`.
         """
-        self._parted = True
+        self.parted = True
         before = self._leaves[self.latest]
         leaves = self._leaves[self.latest] = self._first = [new_leaf(parameter.data, parameter) for parameter in before]
         for leaf, parameter in zip(leaves, before, strict=True):
@@ -130,7 +130,7 @@ class WeightVersions:
                     raise UserError(f"'{name}' got other memory in a forward (.data = ...), where its optimizer does "
                                     "not find it", hint="change parameters in place, in the optimizer")
                 self._moves = True
-            elif now.version != before.version and (self._parted or (recomputed and not any(
+            elif now.version != before.version and (self.parted or (recomputed and not any(
                     getattr(module, "max_norm", None) is not None for module, _ in places))):
                 raise UserError(f"'{name}' was changed in place by a forward, which must find it unchanged when it is "
                                 "recomputed, or as long as microbatches hold that version of it",

@@ -168,6 +168,7 @@ class Worker:
         self.tied.install_all()
         for stage in self.stages.values():
             stage.weights.choose(None)
+            stage.use_latest()
             if self.segment.training and not self.segment.assignment.flush:
                 stage.check_hooks()  # that a forward has registered: with a flush the next batch sees them
         self.transport.finish()
