@@ -291,7 +291,7 @@ def test_paths_of_checkpoints_and_plans(tmp_path: Path) -> None:
     (lambda: Plan(Cut((2, 2), recompute=((0,),))),
      "error: 1 recompute ratio for 2 stages\nhint: give one number, or one per stage"),
     (lambda: Plan(Cut((2, 2)), Order("interleaved", chunks=2)),
-     "error: the order of a plan is Order(schedule='interleaved', chunks=2, slices=1)\n"
+     "error: the order of a plan is Order(schedule='interleaved', chunks=2, slices=None)\n"
      "hint: leave chunks and delay_correction out: the ranks say the one, and the other is no part of a plan"),
     (lambda: Plan(Cut((2, 2)), microbatches="4"),  # type: ignore[arg-type]
      "error: microbatches is '4'\nhint: give a whole number, 1 to 65,536")])

@@ -116,9 +116,9 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
      "error: update_every is 4, which does not divide 6 microbatches\nhint: choose one of [1, 2, 3, 6]"),
     ({"stages": 2, "schedule": "pipedream", "update_every": 0},
      "error: update_every is 0, which does not divide 1 microbatch\nhint: choose one of [1]"),
-    ({"stages": 2, "schedule": "gpipe", "microbatches": 4, "update_every": 2},
-     "error: update_every is 2, but 'gpipe' updates once per batch of 4 microbatches\n"
-     "hint: leave update_every out, or choose a schedule without a flush, such as pipedream"),
+    *(({"stages": 2, "schedule": "gpipe", "microbatches": 4, "update_every": every},
+       f"error: update_every is {every}, but 'gpipe' updates once per batch of 4 microbatches\n"
+       "hint: leave update_every out, or choose a schedule without a flush, such as pipedream") for every in (1, 2)),
     ({"stages": 2, "placement": [[0], [0]]},
      "error: '1f1b' holds 1 stage on each rank, but 2 stages on 1 rank are asked for\n"
      "hint: use 1 stages, or another number of ranks"),
@@ -233,7 +233,7 @@ def test_a_plan_says_what_the_arguments_would() -> None:
     shared = pipeline(plan=Plan(Cut((6,), ranks=((0, 1),)), zero1=True, tensor=1), microbatches=2)
     assert any(action.op == "GATHER_W" for program in shared.lowered.programs for action in program)
     assert message(plan=Plan(Cut((6,)), tensor=2)) == (
-        "error: the plan is for layers that 2 ranks split, but there is 1 lane\n"
+        "error: the plan splits layers over 2 ranks, but there is 1 lane\n"
         "hint: build the layers on a mesh, Execution(mesh=mesh), or make another plan")
 
 

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_integer, check_path, shown
-from vpipe.checkpoint.manifest import Position
+from vpipe.checkpoint.manifest import Position, view_of
 from vpipe.description.cut import Cut
 from vpipe.description.description import Description
 from vpipe.description.execution import Execution
@@ -97,10 +97,10 @@ class Pipeline:
         cut = given.part(Cut, stages) if plan is None else plan.cut
         order = Order() if schedule is None else given.part(Order, schedule) or Order()
         if plan is not None:
-            _check_once(given, plan, order, microbatches)
+            _check_agrees(given, plan, order, update, microbatches)
             order = order.over(plan.order)
             microbatches = plan.microbatches if microbatches is None else microbatches
-        order = order.over(Order(RegisteredSchedule.DEFAULT))
+        order = order.over(Order(RegisteredSchedule.DEFAULT, slices=1))
         microbatches = given.integer("microbatches", 1 if microbatches is None else microbatches)
         computed = given.part(Precision, precision)
         given.instance("transfers", transfers, Transfers)
@@ -109,14 +109,15 @@ class Pipeline:
         given.check()
         if plan is not None:
             plan.check_fits(len(model))
-            update = replace(update, zero1=update.zero1 or bool(plan.zero1))
+        zero1 = plan.zero1 if plan is not None and update.zero1 is None else update.zero1
+        update = replace(update, zero1=bool(zero1))
         if not isinstance(cut.stages, tuple):
             cut = replace(cut, stages=model.balanced(cut.count))
         world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh,
                            execution.data)
-        if plan is not None and world.lanes.count % (plan.tensor or 1):
-            raise UserError(f"the plan is for layers that {plan.tensor} ranks split, but there "
-                            f"{'is' if world.lanes.count == 1 else 'are'} {counted(world.lanes.count, 'lane')}",
+        if plan is not None and plan.tensor not in (None, lanes := len(world.lanes.alike)):
+            raise UserError(f"the plan splits layers over {counted(plan.tensor, 'rank')}, but there "
+                            f"{'is' if lanes == 1 else 'are'} {counted(lanes, 'lane')}",
                             hint="build the layers on a mesh, Execution(mesh=mesh), or make another plan")
         description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
         lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
@@ -257,9 +258,12 @@ class Pipeline:
             corrected: False takes back what ``delay_correction`` has added: the weights are then the sum of what the
                 optimizer's steps changed, without the extrapolation over the delay.
             averaged: the average that follows the weights (``Update(average=...)``) in place of those that are trained.
+
+        Raises:
+            UserError: two of the three are asked for, or ``averaged`` where no average is kept.
         """
-        return self.sharded.state_dict() if sharded else self.engine.state(
-            "average" if averaged else "trained" if corrected else "uncorrected")
+        view = view_of(corrected, averaged, sharded)
+        return self.sharded.state_dict() if sharded else self.engine.state(view)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict` on every rank before training: a whole model; or, with the optimizer's state and
@@ -442,16 +446,15 @@ def _check_model(given: Arguments, model: object) -> None:
     given.refuse(f"the model is {shown(model)}, not a Model", hint)
 
 
-def _check_once(given: Arguments, plan: Plan, order: Order, microbatches: object) -> None:
-    """Refuse what a plan says, too."""
-    if microbatches is not None and plan.microbatches is not None:
-        given.refuse(f"microbatches is {shown(microbatches)} beside a plan with {plan.microbatches}",
-                     "leave it out, or take the plan without: dataclasses.replace(plan, microbatches=None)")
-    for field in fields(order):
-        value, planned = getattr(order, field.name), getattr(plan.order, field.name, field.default)
-        if field.default not in (value, planned):
-            given.refuse(f"{field.name} is {shown(value)} beside a plan with {shown(planned)}",
-                         "leave it out, or take the plan without: dataclasses.replace(plan, order=Order())")
+def _check_agrees(given: Arguments, plan: Plan, order: Order, update: Update | None, microbatches: object) -> None:
+    """Refuse what a plan says otherwise."""
+    said = {"microbatches": microbatches, "zero1": update and update.zero1, **vars(order)}
+    planned = {"microbatches": plan.microbatches, "zero1": plan.zero1, **vars(plan.order)}
+    for name, value in said.items():
+        if (there := planned.get(name)) not in (None, "") and value not in (None, "", there):
+            without = "order=Order()" if name in vars(order) else f"{name}=None"
+            given.refuse(f"{name} is {shown(value)} beside a plan with {shown(there)}",
+                         f"leave it out, or take the plan without: dataclasses.replace(plan, {without})")
 
 
 def _check_lanes(description: Description, width: int) -> None:

@@ -23,6 +23,7 @@ from vpipe.checkpoint.manifest import (
     factor_of,
     last_change_of,
     sha256_of,
+    view_of,
 )
 from vpipe.errors import UserError, counted
 
@@ -165,22 +166,23 @@ class Checkpoint:
             checked: whether the files need not be hashed, so that only the weights are read of them.
 
         Raises:
-            UserError: a file is damaged; or nothing was corrected, but ``corrected`` is False, or nothing averaged.
+            UserError: a file is damaged; or nothing was corrected, but ``corrected`` is False, or nothing averaged; or
+                both are asked for.
         """
-        known = self.manifest.tensors
-        wanted = [name.removeprefix(WEIGHTS) for name in known if name.startswith(WEIGHTS)] if names is None else list(
-            names)
-        added = [] if corrected else [name for name in wanted if last_change_of(name) in known]
-        if not corrected and not added:
+        known, view = self.manifest.tensors, view_of(corrected, averaged)
+        model = [name.removeprefix(WEIGHTS) for name in known if name.startswith(WEIGHTS)]
+        wanted = model if names is None else list(names)
+        added = [name for name in wanted if view == "uncorrected" and last_change_of(name) in known]
+        if view == "uncorrected" and not any(last_change_of(name) in known for name in model):
             raise UserError(f"the checkpoint '{self.folder}' has no last changes of its weights: no late gradients "
                             "were corrected", hint="leave out --uncorrected: the weights are what the optimizer made")
         if unknown := [name for name in added if factor_of(name) not in known]:
             raise UserError(f"the checkpoint '{self.folder}' does not say by which factor "
                             f"{counted(len(unknown), 'parameter')}, such as '{unknown[0]}', look ahead",
                             hint="leave out --uncorrected: the weights are what the run trained with")
-        stored = {name: average_of(name) if averaged and average_of(name) in known else WEIGHTS + name
+        stored = {name: average_of(name) if view == "average" and average_of(name) in known else WEIGHTS + name
                   for name in wanted}
-        if averaged and not any(stored[name] == average_of(name) for name in wanted):
+        if view == "average" and not any(average_of(name) in known for name in model):
             raise UserError(f"the checkpoint '{self.folder}' has no average of its weights: none followed them",
                             hint="leave out --averaged, or train with training.average: 0.999")
         found = self.tensors([*stored.values(), *(of(name) for name in added for of in (last_change_of, factor_of))],

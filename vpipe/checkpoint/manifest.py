@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.files import count_of, parse_json, read_bounded, read_record, text_of
@@ -285,6 +285,22 @@ def average_of(parameter: str) -> str:
 def factor_of(parameter: str) -> str:
     """Return the name of what the correction multiplies by: strength times mean delay."""
     return f"{_CORRECTION}{parameter}.factor"
+
+
+View = Literal["trained", "uncorrected", "average"]
+"""Which values of the parameters to look at: those that are trained, or those of a companion."""
+
+
+def view_of(corrected: bool, averaged: bool, sharded: bool = False) -> View:
+    """Return the view that a call asks for; one that asks for two is refused."""
+    asked = [text for text, given in (("corrected=False", not corrected), ("averaged=True", averaged),
+                                      ("sharded=True", sharded)) if given]
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join(asked)} ask for different tensors in one call", hint=(
+            "leave sharded out for the whole model; the sharded state has them all: its part 'vpipe' holds "
+            f"'{average_of('<parameter>')}', '{last_change_of('<parameter>')}' and '.factor'") if sharded else
+            "leave one of the two out: the average follows the weights as they are trained, with their correction")
+    return "average" if averaged else "trained" if corrected else "uncorrected"
 
 
 _OTHER = "resume from an older checkpoint: vpipe checkpoint ls RUN lists them"

@@ -38,4 +38,4 @@ class Description:
     @property
     def delay_correction(self) -> float:
         """The share of its delay over which a step is extrapolated."""
-        return self.order.late.delay_correction
+        return self.order.late.delay_correction or 0.0

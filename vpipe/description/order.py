@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 
 from vpipe.arguments import Arguments, as_number
 
@@ -19,7 +19,7 @@ class Order:
         chunks: stages per rank, for schedules that may have any number of them; when None, the number that follows from
             the processes of ``torchrun``, or the schedule's own.
         slices: equal parts into which the sequences of every microbatch are cut, for ``seq1f1b`` and ``gpipe`` and for
-            files: an action is then of a slice.
+            files: an action is then of a slice; 1 when None.
 
     Raises:
         UserError: a value is of another kind.
@@ -28,7 +28,7 @@ class Order:
     schedule: str = ""
     _: KW_ONLY
     chunks: int | None = None
-    slices: int = 1
+    slices: int | None = None
 
     def __post_init__(self) -> None:
         given = Arguments()
@@ -49,12 +49,12 @@ class Order:
     def over(self, other: Order) -> Order:
         """Return this order, with what the other one says where this one says nothing."""
         kind = Asynchronous if isinstance(self, Asynchronous) else type(other)
-        said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+        said = {name: value for name, value in vars(self).items() if value not in (None, "")}
         return kind(**vars(other) | said)
 
     @staticmethod
-    def of(schedule: str, chunks: int | None = None, *, slices: int = 1, update_every: int | None = None,
-           warmup: Sequence[int] | None = None, delay_correction: float = 0.0) -> Order:
+    def of(schedule: str, chunks: int | None = None, *, slices: int | None = None, update_every: int | None = None,
+           warmup: Sequence[int] | None = None, delay_correction: float | None = None) -> Order:
         """Return the order for values from a file: an :class:`Asynchronous` where one is given that only it has."""
         if update_every is None and warmup is None and not delay_correction:
             return Order(schedule, chunks=chunks, slices=slices)
@@ -67,7 +67,7 @@ class Order:
         if self.schedule != "":
             given.name("schedule", self.schedule, "1f1b")
         object.__setattr__(self, "chunks", given.integer("chunks", self.chunks, least=1, or_none=True))
-        object.__setattr__(self, "slices", given.integer("slices", self.slices, least=1))
+        object.__setattr__(self, "slices", given.integer("slices", self.slices, least=1, or_none=True))
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Asynchronous(Order):
         warmup_depth: forwards of every stage before its first backward, under ``pipedream``,
             ``pipedream_vertical_sync`` and ``2bw``; those of 1F1B when None. See docs/schedules.md.
         delay_correction: every step of an optimizer is extrapolated over this share of the mean delay of its stage, in
-            updates: 1.0 is all of it, 0.0 nothing. See docs/optimizers.md.
+            updates: 1.0 is all of it, 0.0 nothing, as None. See docs/optimizers.md.
     """
 
     update_every: int | None = None
     warmup_depth: Sequence[int] | None = None
-    delay_correction: float = 0.0
+    delay_correction: float | None = None
 
     def _check(self, given: Arguments) -> None:
         super()._check(given)
@@ -93,6 +93,6 @@ class Asynchronous(Order):
         values = {"update_every": given.integer("update_every", self.update_every, or_none=True),
                   "warmup_depth": None if depths is None else tuple(depths),
                   "delay_correction": 0.0 if as_number(self.delay_correction) == 0 else given.number(
-                      "delay_correction", self.delay_correction, 1.0, most=1e9)}
+                      "delay_correction", self.delay_correction, 1.0, or_none=True, most=1e9)}
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -37,7 +37,8 @@ class Update:
         skip_not_finite: skip an update when a loss or the norm of a gradient in it is not finite: with a flush on all
             stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
         zero1: each replica of a stage steps a part of its parameters, whole ones, and has the optimizer's state of
-            these alone; the numbers are the same. Without replicas it changes nothing.
+            these alone; the numbers are the same. Without replicas it changes nothing. As a plan says when None, else
+            not.
         per_token_loss: the loss of an update is the mean over all labels of its microbatches, of the field that
             ``Model(labels=...)`` names, instead of the mean of the microbatches' means.
         average: the decay of an exponential moving average that follows the weights, such as 0.999; None: none does.
@@ -50,7 +51,7 @@ class Update:
     learning_rate_factor: Callable[[int], float] = lambda step: 1.0
     grad_clip: float | None = None
     skip_not_finite: bool = False
-    zero1: bool = False
+    zero1: bool | None = None
     per_token_loss: bool = False
     average: float | None = None
 
@@ -62,7 +63,8 @@ class Update:
                        "scheduler of torch's is made with the optimizer, see docs/optimizers.md")
         object.__setattr__(self, "grad_clip", given.number("grad_clip", self.grad_clip, 1.0, or_none=True))
         given.flag("skip_not_finite", self.skip_not_finite)
-        given.flag("zero1", self.zero1)
+        if self.zero1 is not None:
+            given.flag("zero1", self.zero1)
         given.flag("per_token_loss", self.per_token_loss)
         object.__setattr__(self, "average", given.number("average", self.average, 0.999, or_none=True))
         if self.average is not None and self.average >= 1:

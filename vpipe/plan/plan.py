@@ -256,7 +256,7 @@ class Plan:
         recompute = said.get("recompute_layers") or tuple(map(float, said.get("recompute_ratio", ())))
         predictions = said.get("predictions")
         return cls(Cut(said["partition"], recompute or 0.0, [ranks[str(stage)] for stage in range(len(ranks))] or 1),
-                   Order.of(said.get("schedule", ""), slices=said.get("slices", 1),
+                   Order.of(said.get("schedule", ""), slices=said.get("slices"),
                             update_every=said.get("update_every"), warmup=said.get("warmup_depth")),
                    said.get("microbatches"), None if predictions is None else Prediction.of_json(predictions),
                    said.get("profile"), said.get("profiled"), content.get("tensor"), content.get("zero1"))
@@ -278,8 +278,8 @@ class Plan:
             "stage_to_rank_map": {str(stage): list(own) for stage, own in enumerate(cut.placement or ())} or None,
             "warmup_depth": self.warmup and list(self.warmup), "schedule": self.schedule,
             "microbatches": self.microbatches, "update_every": self.update_every,
-            "slices": self.order.slices if self.order.slices > 1 else None, "profile": self.profile,
-            "profiled": self.profiled, "tensor": self.tensor, "zero1": self.zero1}
+            "slices": self.order.slices, "profile": self.profile, "profiled": self.profiled, "tensor": self.tensor,
+            "zero1": self.zero1}
         return {key: value for key, value in content.items() if value is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -84,7 +84,7 @@ def _build(profile: Profile, spec: ScheduleSpec, frozen: int) -> Schedule:
     placement = cut.placement or spec.placement(registered)
     costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(order.schedule, placement, spec.microbatches, order.late.update_every, spec.ties, spec.recompute, costs,
-                warmup=order.warmup, slices=order.slices)
+                warmup=order.warmup, slices=order.slices or 1)
     one = freeze(one, frozen)
     return one if one.flush else lengthened(one, spec.recompute)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pkgutil import resolve_name
 
+from vpipe.checkpoint.manifest import View
 from vpipe.description.description import Description
 from vpipe.description.execution import Executor
 from vpipe.distributed.device import DeviceMap
@@ -17,7 +18,7 @@ from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
-from vpipe.runtime.optimizer_step import Companion, LossScaler, OptimizerSteps, View, WeightAverage
+from vpipe.runtime.optimizer_step import Companion, LossScaler, OptimizerSteps, WeightAverage
 from vpipe.runtime.p2p import kept_inputs
 from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.checkpoint.manifest import View
 from vpipe.distributed.init import exchange
 from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.value_exchange import Exchange
@@ -23,7 +24,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
-from vpipe.runtime.optimizer_step import ABSENT, View
+from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage

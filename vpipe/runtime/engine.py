@@ -15,7 +15,7 @@ from operator import gt
 from torch import Tensor
 
 from vpipe import accelerator
-from vpipe.checkpoint.manifest import Position
+from vpipe.checkpoint.manifest import Position, View
 from vpipe.description.description import Description
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange
@@ -30,7 +30,6 @@ from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.delay_correction import describe_other_factors
 from vpipe.runtime.interpreter import Interpreter, Interrupts, RankPrograms, RunningSegment
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
-from vpipe.runtime.optimizer_step import View
 from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
 from vpipe.runtime.slices import check_slices
@@ -75,7 +74,7 @@ class Engine:
         self._placement: Placement = schedule.placement
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s,
-                                       description.update.zero1)
+                                       bool(description.update.zero1))
         self._beside = beside = exchange("lanes", timeout_s, world.lanes.beside(world.lanes.own.index(world.rank)))
         self._counted = description.update.counted_labels(model.labels)
         self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(beside, model.batch,
@@ -99,7 +98,7 @@ class Engine:
         self.workers.update(build_workers(stages, model, specs, schedule, description, world, ties,
                                           ties_between(specs, frozen.__contains__)))
         exchanged, widest = exchanged_at_updates(schedule.kinds), max(map(len, self._placement))
-        assert exchanged["zero1"] == (description.update.zero1 and widest > 1), "lowered for another update"
+        assert exchanged["zero1"] == bool(description.update.zero1 and widest > 1), "lowered for another update"
         recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
         self._programs = RankPrograms(schedule, recompute, any(
             worker.transport.ordered for worker in self.workers.values()))

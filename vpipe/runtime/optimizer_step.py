@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from vpipe.checkpoint.manifest import average_of
+from vpipe.checkpoint.manifest import View, average_of
 from vpipe.description.update import Update
 from vpipe.distributed.watchdog import watch
 from vpipe.runtime.microbatches import Segment
@@ -25,9 +25,6 @@ from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.size import Placement
-
-View = Literal["trained", "uncorrected", "average"]
-"""Which values of the parameters to look at: those that are trained, or those of a companion."""
 
 _Together = tuple[int, int]
 """A stage and an update whose norms are exchanged; -1 for all stages together."""

@@ -350,7 +350,7 @@ def _update_every(registered: RegisteredSchedule, depth: int, microbatches: int,
         depth: the most microbatches in flight at a stage: as many as ranks in a row by ``default``.
     """
     if registered.flush:
-        if update_every not in (None, 1, microbatches):
+        if update_every not in (None, microbatches):
             raise UserError(f"update_every is {update_every}, but '{registered.name}' updates once per batch of "
                             f"{counted(microbatches, 'microbatch')}", hint="leave update_every out, or choose a "
                             f"schedule without a flush, such as {RegisteredSchedule.DEFAULT_ASYNCHRONOUS}")

@@ -77,7 +77,8 @@ class ScheduleSpec:
 
     def _by_name(self, registered: RegisteredSchedule) -> Schedule:
         registered.check_chunks(self.order.chunks)
-        registered.check_slices(self.order.slices)
+        slices = self.order.slices or 1
+        registered.check_slices(slices)
         placement = self.cut.placement or self.placement(registered)
         self._check_ranks(placement)
         if self.order.warmup is not None:
@@ -89,10 +90,10 @@ class ScheduleSpec:
         deepest = max(view.warmup for view in views) + 1
         to_prove = self.microbatches if every is None else _part_of_stream(placement, size, deepest)
         ranks, widest = {rank for group in placement for rank in group}, max(map(len, placement))
-        check_work(len(ranks), to_prove * self.order.slices, passes(placement, placement[0][0]), replicated=widest > 1,
+        check_work(len(ranks), to_prove * slices, passes(placement, placement[0][0]), replicated=widest > 1,
                    why="" if every is None else f", which prove a stream of '{registered.name}',")
         schedule = build(self.order.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup,
-                         slices=self.order.slices)
+                         slices=slices)
         return reverse_backwards(schedule) if self.last_first else schedule
 
     def placement(self, registered: RegisteredSchedule) -> Placement:
@@ -154,7 +155,7 @@ class ScheduleSpec:
 
     def _from_file(self) -> Schedule:
         file, update_every = self.order.schedule, self.order.late.update_every
-        schedule = replace(CsvFile.read(file).schedule, slices=self.order.slices)
+        schedule = replace(CsvFile.read(file).schedule, slices=self.order.slices or 1)
         for word, asked, there in (("stages", self.cut.count, schedule.stages),
                                    ("microbatches" if schedule.slices == 1 else "slices",
                                     self.microbatches * schedule.slices, schedule.microbatches),

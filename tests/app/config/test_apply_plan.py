@@ -71,9 +71,9 @@ def test_a_plan_that_names_a_schedule_says_its_slices_too() -> None:
     for planned, slices in ((Plan(cut, Order("seq1f1b", slices=2)), 2), (Plan(cut, Order("1f1b")), 1), (Plan(cut), 4)):
         config = load(planned, "parallel.plan=plan.json", parallel__schedule="gpipe", parallel__slices=4)
         assert (config.order.slices, config.parallel.following(planned, ((0,), (1,))).slices) == (
-            slices, planned.order.slices)
+            slices, planned.order.slices or 1)
     config = load(PLAN, "parallel.slices=4", parallel__schedule="auto")  # what is planned is tried with them
-    assert (config.order, config.parallel.slices) == (Order("1f1b"), 4)
+    assert (config.order, config.parallel.slices) == (Order("1f1b", slices=1), 4)
 
 
 def test_a_plan_on_the_command_line_for_other_stages_drops_what_was_said_of_each() -> None:
@@ -198,7 +198,7 @@ def flat(plan: dict[str, Any], **keys: Any) -> Config:
 def test_a_flat_file_may_name_any_plan() -> None:
     plan = PLAN.as_json() | {"stage_to_rank_map": {"0": [0], "1": [1]}}
     config = flat(plan)
-    assert decided(config) == ((2, 3), ((0,), (2, 4)), ((0,), (1,)), "gpipe", 1, 2)
+    assert decided(config) == ((2, 3), ((0,), (2, 4)), ((0,), (1,)), "gpipe", None, 2)
     assert config.dataset.batch_size == 64, "as before: 32 minibatches per update, in fewer microbatches"
     assert Path(str(config.parallel.plan)).name == "plan.json"
 

@@ -159,8 +159,8 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["dataset.batch_size=3"],
      "dataset.batch_size is 3, which the 4 microbatches of training.num_microbatches do not divide",
      "the nearest batch size is 4"),
-    (["parallel.update_every=2"], "parallel.update_every is 2, but the schedule 1f1b updates once per batch",
-     "leave it out; training.num_microbatches says how many microbatches a batch has"),
+    *((["parallel.update_every=" + every], f"parallel.update_every is {every}, but the schedule 1f1b updates once per "
+       "batch of 4 microbatches", "leave it out") for every in "12"),
     (["parallel.schedule=pipedream", "parallel.update_every=3"],
      "parallel.update_every is 3, which does not divide the 4 microbatches of a batch",
      "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
@@ -500,7 +500,7 @@ def configs(draw: st.DrawFn) -> Config:
                      "partition": draw(st.just("auto") | st.lists(COUNTS, min_size=stages, max_size=stages)),
                      "recompute": draw(st.integers(0, 1) | st.floats(0, 1) | per_stage | st.just("auto")),
                      "memory": draw(st.sampled_from([None, "8GiB", 500_000_000])),
-                     "update_every": draw(st.sampled_from(divisors)) if schedule == "pipedream" else 1,
+                     "update_every": draw(st.sampled_from(divisors)) if schedule == "pipedream" else None,
                      "stage_to_rank_map": draw(optional(st.permutations(range(stages)).map(
                          lambda ranks: {str(s): [rank] for s, rank in enumerate(ranks)}))),
                      "warmup_depth": draw(optional(st.just([*range(stages)][::-1]) | st.just("auto")))

@@ -180,17 +180,17 @@ def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary 
 def _planned(path: str, options: argparse.Namespace) -> Schedule:
     """Return the schedule of a plan, which may leave the number of microbatches to the options."""
     plan = Plan.load(path)
-    microbatches = plan.microbatches or options.microbatches
+    slices, microbatches = plan.order.slices or 1, plan.microbatches or options.microbatches
     if plan.schedule is None:
         raise UserError("the plan has no schedule", where=path,
                         hint='add one, such as "schedule": "1f1b"; vpipe plan CONFIG -o plan.json writes whole plans')
     if microbatches is None:
         raise UserError("the plan has no number of microbatches", where=path, hint="give --microbatches")
-    Schedule.check_work(sum(map(len, plan.groups)), microbatches * plan.order.slices,
+    Schedule.check_work(sum(map(len, plan.groups)), microbatches * slices,
                         replicated=max(map(len, plan.groups)) > 1)
     return build(plan.schedule, plan.groups, microbatches, plan.update_every,
                  recompute=[stage for stage, layers in enumerate(plan.recomputed) if layers],
-                 warmup=plan.warmup, slices=plan.order.slices)
+                 warmup=plan.warmup, slices=slices)
 
 
 def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[tuple[int, ...], int]:

@@ -28,8 +28,14 @@ _IMPLIES: dict[str, tuple[Keys, ...]] = {
     "schedule": (("parallel", "slices"),)}
 """Key of a plan -> keys of a config that it implies."""
 
+STAGES, REPLICAS, RANKS = (("parallel", key) for key in (
+    "model_parallel_size", "data_parallel_size", "stage_to_rank_map"))
+
 _COMPRESS: Keys = ("parallel", "compress")
 """Key that may be a list with an entry per cut; a plan may have another number of cuts."""
+
+
+_KEEP_ONE = "keep one of the two: leave the key out, or parallel.plan"
 
 
 def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
@@ -42,10 +48,7 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
     Raises:
         UserError: the file is no plan, or the config contradicts it.
     """
-    found = read_json_tree(Path(path), Plan.MOST_BYTES, Plan.MOST_VALUES)
-    if found.problems:
-        raise UserError.all_of(found.problems)
-    plan = Plan.of_json(found.value, path)
+    found, plan = read_plan(path)
     given = {tuple(key.split(".")) for key in settings}
     if PLAN in given:
         compress = tree.get(_COMPRESS)
@@ -55,7 +58,7 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
             for other in (keys, *_IMPLIES.get(key, ())):
                 if other not in given:
                     tree.drop(other)
-    if problems := list(_contradictions(tree, found, plan, path)):
+    if problems := list(contradictions(tree, found, plan, path)):
         raise UserError.all_of(problems)
     for key, keys in _planned_keys(found):
         tree.put(keys, found.at((key,)))
@@ -77,7 +80,7 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
         dropped |= {name for name in ("recompute", "compress") if isinstance(tree.get(("parallel", name)), list)}
     elif "partition" in given and isinstance(old := tree.get(("parallel", "recompute")), list):
         dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
-    if "schedule" in given:
+    if "schedule" in given and given["schedule"] != tree.get(("parallel", "schedule")):
         dropped |= {*OF_SCHEDULE}
         both = [RegisteredSchedule.find(str(name)) for name in (tree.get(("parallel", "schedule")), given["schedule"])]
         if not any(registered is None or registered.flush for registered in both) and _updates_take_a_batch(tree):
@@ -88,6 +91,14 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
         dropped |= {"stage_to_rank_map"}
     for name in dropped - given.keys():
         tree.drop(("parallel", name))
+
+
+def drop_ranks(tree: Tree) -> None:
+    """Drop the ranks of every stage that a file lists, for other replicas; as many stages stay."""
+    ranks = tree.get(RANKS)
+    if isinstance(ranks, dict) and tree.get(STAGES) is None:
+        tree.put(STAGES, Tree.leaf(len(ranks), tree.places[RANKS]))
+    tree.drop(RANKS)
 
 
 def _updates_take_a_batch(tree: Tree) -> bool:
@@ -106,15 +117,27 @@ def _planned_keys(found: Tree) -> Iterator[tuple[str, Keys]]:
             yield key, keys
 
 
-def _contradictions(tree: Tree, found: Tree, plan: Plan, path: str) -> Iterator[Problem]:
-    """Yield the contradictions between a config and its plan."""
+def read_plan(path: str) -> tuple[Tree, Plan]:
+    """Read a plan file, with the places of its values. Raises UserError when it is no plan."""
+    found = read_json_tree(Path(path), Plan.MOST_BYTES, Plan.MOST_VALUES)
+    if found.problems:
+        raise UserError.all_of(found.problems)
+    return found, Plan.of_json(found.value, path)
+
+
+def contradictions(tree: Tree, found: Tree, plan: Plan, path: str) -> Iterator[Problem]:
+    """Yield the contradictions between a config and the plan file at ``path``; null and auto leave a key to the plan.
+    """
+    replicas, widths = tree.get(REPLICAS), list(map(len, plan.cut.placement or ()))
+    if replicas is not None and any(width != plan.copies * replicas for width in widths):
+        yield Problem(f"{tree.name(REPLICAS)} is {describe(replicas)}, but stage_to_rank_map in the plan '{path}' "
+                      f"gives the stages {', '.join(map(str, widths))} ranks", _KEEP_ONE, tree.where(REPLICAS))
     for key, keys in _planned_keys(found):
         value = tree.get(keys)
         if value is None or value == "auto" or _same(key, value, found.value[key], plan):
             continue
         yield Problem(f"{tree.name(keys)} is {_shown(value)}, but {key} in the plan '{path}' is "
-                      f"{_shown(found.value[key])}", "keep one of the two: leave the key out, or parallel.plan",
-                      tree.where(keys))
+                      f"{_shown(found.value[key])}", _KEEP_ONE, tree.where(keys))
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from vpipe import Execution, Order, Precision
 from vpipe.app.command_line import Setting
-from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived
+from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived, drop_ranks
 from vpipe.app.config.formats import check_form, formats_of
 from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.options import OPTIONS, option_problems
@@ -38,7 +38,7 @@ from vpipe.app.config.validation import (
 )
 from vpipe.app.config.yaml_tree import Tree, describe, parse, read_yaml, write
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS, MOST_EXPERTS
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 
 DEEPEST = 8
@@ -352,7 +352,7 @@ class Config(Section):
         """The schedule; a stand-in where it is planned."""
         parallel = self.parallel.standing_in
         return Order.of(parallel.schedule, parallel.chunks, slices=parallel.slices, update_every=parallel.update_every,
-                        warmup=parallel.depths, delay_correction=self.training.extrapolation or 0.0)
+                        warmup=parallel.depths, delay_correction=self.training.extrapolation)
 
     @property
     def microbatches(self) -> int:
@@ -404,8 +404,11 @@ class Config(Section):
             yield Mistake(("dataset", "batch_size"),
                           f"is {samples}, which the {microbatches} microbatches of training.num_microbatches do not "
                           "divide", _nearest_multiples("batch size", samples, microbatches))
-        every = self.parallel.update_every or 1
-        if self.parallel.asynchronous and microbatches % every:
+        every, flush = self.parallel.update_every or microbatches, not self.parallel.asynchronous
+        if flush and every != microbatches:
+            yield Mistake(("parallel", "update_every"), f"is {every}, but the schedule {self.parallel.schedule} "
+                          f"updates once per batch of {counted(microbatches, 'microbatch')}", "leave it out")
+        elif microbatches % every:
             divisors = ", ".join(str(k) for k in range(1, microbatches + 1) if microbatches % k == 0)
             yield Mistake(("parallel", "update_every"),
                           f"is {every}, which does not divide the {microbatches} microbatches of a batch",
@@ -486,6 +489,8 @@ def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
     given = {key for key, _ in settings}
     for form in formats:
         form.replace_keys(tree, given)
+    if "parallel.data_parallel_size" in given and "parallel.stage_to_rank_map" not in given:
+        drop_ranks(tree)
     if isinstance(plan := tree.get(PLAN), str):
         apply_plan(tree, plan, given)
     return tree

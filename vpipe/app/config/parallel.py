@@ -211,7 +211,7 @@ class ParallelSection(Section):
             "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
             "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
             "schedule": plan.schedule or self.standing_in.schedule, "update_every": plan.update_every,
-            "warmup_depth": plan.warmup, "slices": plan.order.slices,
+            "warmup_depth": plan.warmup, "slices": plan.order.slices or 1,
             "zero1": self.zero1 if plan.zero1 is None else plan.zero1}
         if plan.groups != placement:
             changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(plan.groups)},
@@ -392,15 +392,12 @@ class ParallelSection(Section):
                           nearest(self.schedule, RegisteredSchedule.names(), open_list=True))
             return
         try:
-            asynchronous = self.asynchronous
+            _ = self.asynchronous
         except UserError as error:  # of a file
             [problem] = error.problems
             place = f" ({problem.where})" if problem.where else ""
             yield Mistake(("schedule",), f"names no schedule: {problem.what}{place}", problem.hint)
             return
-        if (self.update_every or 1) > 1 and not asynchronous:
-            yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
-                          "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
         depths = self.warmup_depth
         if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
             return

@@ -121,7 +121,7 @@ def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:
     recomputed = sum(map(len, plan.recomputed))
     return (f"planned in {search_s:.1f} s: stages of {list(plan.partition)} layers, "
             + (f"{recomputed} of {len(job.model)} layers recomputed" if recomputed else "nothing recomputed")
-            + f", schedule {plan.schedule}" + f" in {plan.order.slices} slices" * (plan.order.slices > 1)
+            + f", schedule {plan.schedule}" + f" in {plan.order.slices} slices" * ((plan.order.slices or 1) > 1)
             + (f" with {list(plan.warmup)} forwards before the first backward" if plan.warmup else "")
             + f"; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 

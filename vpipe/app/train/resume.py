@@ -13,7 +13,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from vpipe import Cut, Plan
+from vpipe import Plan
+from vpipe.app.config.apply_plan import contradictions, read_plan
 from vpipe.app.config.config import (
     CheckpointSection,
     Config,
@@ -23,7 +24,6 @@ from vpipe.app.config.config import (
     flatten,
     load_config,
 )
-from vpipe.app.config.parallel import AUTO
 from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import describe, parse
 from vpipe.app.data.dataset import Tokenized
@@ -143,7 +143,7 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
     if path is not None:
         config = load_config(path, settings, started=started)
         plan = None if start.folder is None else start.folder / PLAN
-        if plan is not None and plan.exists() and _still_holds(Plan.load(plan), config, settings):
+        if plan is not None and plan.exists() and _still_holds(plan, path, config, settings):
             config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], started=started)
     elif start.folder is not None:
         config = load_config(start.folder / CONFIG, settings, resolved=True, started=started)
@@ -155,20 +155,15 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
     return config
 
 
-def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
-    """Return whether the plan of a run fits its config and the settings."""
-    parallel = config.parallel
-    if not parallel.to_plan or any(text.startswith(f"parallel.{key}") for text in settings
-                                   for key in ("partition", "recompute", "schedule", "plan")):
+def _still_holds(file: Path, path: Path, config: Config, settings: Sequence[str]) -> bool:
+    """Return whether the plan of a run contradicts nothing that its config, read from ``path``, and the settings say.
+    """
+    if not config.parallel.to_plan or any(text.startswith(f"parallel.{key}") for text in settings
+                                          for key in ("partition", "recompute", "schedule", "plan")):
         return False
-    try:
-        recomputed = isinstance(parallel.recompute, str) or Cut(plan.partition, parallel.recompute).recomputed == \
-            plan.recomputed
-    except UserError:
-        return False
-    return (len(plan.partition) == parallel.model_parallel_size and parallel.partition in (AUTO, plan.partition)
-            and (parallel.schedule == AUTO or plan.schedule in (None, parallel.schedule)) and recomputed
-            and plan.microbatches in (None, config.microbatches))
+    found, plan = read_plan(str(file))
+    return len(plan.partition) == config.parallel.model_parallel_size and plan.microbatches in (
+        None, config.microbatches) and not any(contradictions(config_tree(path, settings), found, plan, str(file)))
 
 
 def check_config(config: Config, manifest: Manifest) -> None:

@@ -74,7 +74,7 @@ class PlanExplanation:
         shared = "" if cores is None or cores >= together else (
             f"; {together * tensor} ranks of a host share {counted(cores * tensor, 'core')}")
         shares = plan.zero1 and any(len(ranks) > 1 for ranks in plan.groups)
-        slices = f" in {plan.order.slices} slices" * (plan.order.slices > 1)
+        slices = f" in {plan.order.slices} slices" * ((plan.order.slices or 1) > 1)
         return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on "
                 f"{counted(plan.ranks * tensor, 'rank')}{limit}{shared}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "

@@ -185,7 +185,7 @@ def _to_native(tree: Tree, folder: Path, *, shipped: bool) -> Tree:
     if layers and ranks:
         problems += _contradictions(flat, layers, ranks, tree, partition, placement)
     every = passed["metrics"].get(("rank_times_every",)) if "metrics" in passed else None
-    if every is not None and flat.verbose_frequency not in (0, every):
+    if None not in (every, tree.get(("verbose_frequency",))) and flat.verbose_frequency != every:
         problems.append(Problem(f"verbose_frequency is {flat.verbose_frequency}, but metrics.rank_times_every, which "
                                 f"means the same, is {every}", "keep one of the two",
                                 tree.where(("verbose_frequency",))))
@@ -264,7 +264,8 @@ def _put_updates(flat: FlatConfig, stages: int, put: Callable[[str, str, object]
         put("training.warmup_steps", "learning_rate_policy", WARMUP_SHARE)
     default = RegisteredSchedule.DEFAULT_ASYNCHRONOUS if asp else RegisteredSchedule.DEFAULT
     put("parallel.schedule", "schedule" if flat.schedule else "sync_mode", flat.schedule or default)
-    put("parallel.update_every", "macrobatch", every)
+    if asp:
+        put("parallel.update_every", "macrobatch", every)
 
 
 def _directory(flat: FlatConfig, tree: Tree, folder: Path) -> Path:

@@ -241,13 +241,13 @@ class Candidate:
         assert plan.schedule is not None
         assert plan.microbatches is not None
         choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.groups, plan.warmup,
-                        plan.order.slices)
+                        plan.order.slices or 1)
         return cls(choice, plan.partition, plan.recomputed, math.inf)
 
     def plan(self, profile: Profile) -> Plan:
         """Return the plan without predictions."""
         choice = self.choice
-        order = Order.of(choice.schedule, slices=choice.slices,
+        order = Order.of(choice.schedule, slices=choice.slices if choice.slices > 1 else None,
                          update_every=None if choice.flush else choice.every, warmup=choice.depths)
         return Plan(Cut(self.partition, self.recomputed, choice.groups), order, choice.microbatches,
                     profile=profile.identity.digest, profiled=asdict(profile.identity), tensor=profile.identity.tensor,
