@@ -275,9 +275,19 @@ def test_the_page_that_adds_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that headings get: lower case, no punctuation, dashes for spaces."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The anchors of a page: those that headings get (lower case, no punctuation, dashes for spaces), and those set."""
+    text = FENCE.sub("", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)} | {*re.findall(r'<a id="([\w-]+)">', text)}
+
+
+def test_exactness_has_the_same_rows_in_both_languages() -> None:
+    texts = [(ROOT / "docs" / f"exactness{language}.md").read_text() for language in ("", ".zh")]
+    tests, targets, rows = ([sorted(re.findall(found, text.replace(".zh.md", ".md"), re.MULTILINE)) for text in texts]
+                            for found in (r"`([\w/]*\w\.py)`", r"\]\(([^#)]+)", r"^(\|).*\|$"))
+    assert tests[0] == tests[1]
+    assert targets[0] == targets[1]
+    assert rows[0] == rows[1]
 
 
 def removed(file: Path) -> bool:
