@@ -58,6 +58,7 @@ class LayerRunner:
                     for own, (owner, parameter) in tied.items()}
         spec = StageSpec(number, range(number, number + 1), self.reads, self.writes, self.fields, borrowed)
         self.stage = Stage(model, spec, seed=seed, device=device, recomputed=(), precision=precision)
+        self.stage.measured = True
         self.tied_bytes, self.frozen_tied_bytes = ({
             own: local(parameter).nbytes for own in tied
             if (parameter := self.stage.modules[number].get_parameter(own)).requires_grad == trained}

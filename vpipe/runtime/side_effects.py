@@ -97,7 +97,7 @@ class SideEffects:
 
     def prepare_inputs(self, inputs: Mapping[str, Tensor], again: bool) -> dict[str, Tensor]:
         """Return the inputs to call the layers with; ``again``: a forward has shown which of them it changes."""
-        separate = _copy if self._recomputed else _alias
+        separate = _copy if self._recomputed else alias
         return {name: separate(t) if name in self.inputs or (self._left and not again) else t
                 for name, t in inputs.items()}
 
@@ -253,20 +253,24 @@ def _copy(tensor: Tensor) -> Tensor:
     return copy if copy.stride() == tensor.stride() else tensor  # the tensor overlaps itself
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def alias(tensor: Tensor) -> Tensor:
     """Return the same memory, no leaf; a change in place counts as one of the tensor, too."""
     if tensor.layout is not torch.strided:
         return tensor
-    return _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]
+    return Aliases.apply(1, tensor)[0] if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]
 
 
-class _Alias(torch.autograd.Function):
-    """The identity, in the same memory: neither a leaf nor a view, which could not be changed in place."""
+class Aliases(torch.autograd.Function):
+    """Return the first ``count`` tensors in the same memory: neither leaves nor views, which could not be changed in
+    place. They are one node, on which all tensors lie before them in the graph; those after ``count`` get no gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.others = (None,) * (len(tensors) - count)
+        return tuple([tensor.detach() for tensor in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0]
+        return None, *gradients, *ctx.others

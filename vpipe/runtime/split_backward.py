@@ -246,6 +246,7 @@ class _AnyOperation(torch.autograd.Function):
         later = [i for i in wanted if ctx.store.defers(ctx.leaves[i])]
         now = [i for i in wanted if i not in later]
         if torch.is_grad_enabled():  # this gradient wants a gradient itself: the cut graph would hide it
+            tensors = [t.view_as(t) for t in tensors]  # one may be made from another
             found = torch.autograd.grad(ctx.call(tensors), [tensors[i] for i in now], gradient, create_graph=True,
                                         allow_unused=True)
         elif now:

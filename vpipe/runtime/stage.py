@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, UserError, VpipeError
@@ -30,7 +31,7 @@ from vpipe.runtime.activations import (
 )
 from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
 from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded
-from vpipe.runtime.side_effects import SideEffects
+from vpipe.runtime.side_effects import Aliases, SideEffects, alias
 from vpipe.runtime.slices import SequenceSlice, SliceAware
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
@@ -55,6 +56,7 @@ class Stage(StageLayers):
         summed_late: the stage's own parameters whose gradient is not final before the whole backward is done.
         kept_around: inputs that another rank has had before and reads after this stage, so that no layer may change
             them in place.
+        measured: whether a layer is measured by itself, before there are cuts.
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
@@ -71,10 +73,13 @@ class Stage(StageLayers):
         self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
         self.kept_around: set[str] = set()
+        self.measured, self._layers = False, model.layers
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]
         self.summed_late = [name for weights, names in self._shared if weights is self.weights for name in names]
+        self._used_before = {name: slots[0] for weights in self.all_weights for name, slots in weights.slots.items()
+                             if weights is not self.weights or name in self.summed_late}
 
     def _cut_into_spans(self, model: Model, recomputed: Collection[int]) -> Iterator[Span]:
         """Yield the longest runs of layers that are all recomputed, or none of them."""
@@ -150,13 +155,16 @@ class Stage(StageLayers):
         Args:
             also: names of further tensors to return, which the last layer reads or writes.
         """
-        tensors = dict(zip(self.spec.inputs, received, strict=True))
+        with torch.enable_grad():  # a layer may compute with gradients, too: within its stage, and on no leaves
+            tensors = {name: alias(t) if t.requires_grad else t
+                       for name, t in zip(self.spec.inputs, received, strict=True)}
         record = Record([], self._read_fields(fields), key, {}, split=False)
         with _PreserveRandomState(self.generators):
             for span in self._spans:
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record,
                                     also=also if span is self._spans[-1] else ())
-        return [contiguous(tensors[name]) for name in (*self.spec.outputs, *also)]
+        return [contiguous(t.detach().requires_grad_(name not in also) if (t := tensors[name]).requires_grad else t)
+                for name in (*self.spec.outputs, *also)]
 
     def _read_fields(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the fields in the precision of the stage's weights."""
@@ -210,8 +218,10 @@ class Stage(StageLayers):
         effects, sliced = span.effects if training and not span.effects.inert else None, record.slice
         given = inputs if effects is None else effects.prepare_inputs(inputs, again)
         tensors = {**record.fields, **given}
-        before = [(name, t, t._version) for name, t in tensors.items()
+        before = [(name, t, t._version, t.requires_grad) for name, t in tensors.items()
                   if training or name not in inputs or name in self.kept_around]
+        joined, hook = self._join(span, given, lambda _: self._refuse_derivative(span, i, joined))
+        tensors |= joined
         try:
             for i, layer, module in span.layers:
                 key, told = (record.key, NOTHING) if sliced is None else self._told(i, module, record.key, sliced)
@@ -227,7 +237,7 @@ class Stage(StageLayers):
                         [tensors[name] for name in carried if name in inputs]))
                 if carried is not None:
                     on = list(zip(carried, result[len(layer.outputs):], strict=True))
-                    before += [(name, t, t._version) for name, t in on]
+                    before += [(name, t, t._version, t.requires_grad) for name, t in on]
                     tensors.update(on)
                     result = result[:len(layer.outputs)]
                 tensors.update(zip(layer.outputs, result, strict=True))
@@ -236,15 +246,19 @@ class Stage(StageLayers):
         except Exception as error:
             names = [*layer.inputs, *(name for name in span.carried.get(i, ()) if name in inputs)]
             raise forward_error(i, layer, module, {name: tensors[name] for name in names}, error) from error
-        changed = [name for name, tensor, version in before if tensor._version != version]
+        if hook is not None:
+            hook.remove()
+        self._check_gradients(span, inputs, joined, [
+            name for name, tensor, _, wanted in before if tensor.requires_grad and not (wanted and name in inputs)])
+        changed = [name for name, tensor, version, _ in before if tensor._version != version]
         if changed and any(given.get(name) is inputs.get(name) for name in changed):
             raise self._in_place_error(span.layers[0][1].name)
         if effects is not None:
             effects.note_changed_inputs(inputs, given, changed)
         # Where layers got copies, an input that none of them changed is passed on itself, not one more copy. An alias
         # is passed on, so that gradients from beyond the span are added first, as in one graph.
-        return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)
-                and name not in span.effects.inputs else tensors[name] for name in (
+        return {name: inputs[name] if span.recomputed and tensors[name] is joined.get(name, given.get(name))
+                and given[name] is not inputs[name] and name not in span.effects.inputs else tensors[name] for name in (
                     *span.outputs, *(also if sliced is None else _carried_on(span, sliced)))}
 
     def _told(self, number: int, module: nn.Module, key: DropoutKey,
@@ -292,6 +306,62 @@ class Stage(StageLayers):
         count = len(layer.outputs)
         return (*(self.rounding.round_output(name, t) for name, t in zip(layer.outputs, outputs[:count], strict=True)),
                 *outputs[count:])
+
+    def _join(self, span: Span, given: Mapping[str, Tensor],
+              refuse: Callable[[Any], object]) -> tuple[dict[str, Tensor], RemovableHandle | None]:
+        """Make one node of the tensors that came through the cut before a span; return them and the handle of its hook.
+
+        One of them may be made from another, and each from weights that layers on both sides of the cut use.
+        During a forward autograd only comes to the node for a derivative of which the layers before have a part.
+        """
+        names = [name for name in span.inputs if given[name].requires_grad]
+        weights = [module._parameters[own] for module, own in self._used_before.values()] if names else []
+        if len(names) + len(weights) < 2 or self.measured:
+            return {}, None
+        with torch.enable_grad():  # in an evaluation, too
+            tensors = Aliases.apply(len(names), *[given[name] for name in names], *weights)  # type: ignore[no-untyped-call]
+        # Torch calls the hook of a tensor where its node is reached for any output, and that of a node where it is
+        # passed: a derivative by the only tensor ends there, and is whole.
+        hook = tensors[0].register_hook if len(names) > 1 else tensors[0].grad_fn.register_prehook
+        return dict(zip(names, tensors, strict=True)), hook(refuse)
+
+    def _refuse_derivative(self, span: Span, number: int, joined: Collection[str]) -> NoReturn:
+        """Refuse a derivative that a layer takes in its forward, and of which layers before the span have a part."""
+        layers, start, names = self._layers, span.layers[0][0], joined if len(joined) > 1 else ()
+        first = min(start, *(self._writer(name, start) for name in names), *(
+            i for i in range(start) for name in self._used_before if name.startswith(f"{layers[i].name}.")))
+        sizes = [size for size in (first, number + 1 - first, len(layers) - number - 1) if size]
+        raise UserError(
+            f"layer '{layers[number].name}' of stage {self.spec.index} takes a derivative in its forward by "
+            f"{' or '.join(map(repr, (*names, *self._used_before)))}, but more that depends on it came through the cut "
+            f"before layer '{layers[start].name}': the part through the layers before the cut would be missing",
+            hint=f"keep the layers from '{layers[first].name}' to '{layers[number].name}' in one stage"
+                 f"{', and recompute all of them or none' * self.recomputes}: stages={sizes}")
+
+    def _writer(self, name: str, start: int) -> int:
+        return max(i for i in range(start) if name in self._layers[i].outputs)
+
+    def _check_gradients(self, span: Span, inputs: Mapping[str, Tensor], joined: Mapping[str, Tensor],
+                         wanting: Iterable[str]) -> None:
+        """Refuse what a forward did to gradients of which layers beyond a cut have a part."""
+        start, stop = span.layers[0][0], span.layers[-1][0] + 1
+        for name in wanting:
+            if not self.measured and (name in inputs or any(
+                    name in layer.inputs for layer in (*self._layers[:start], *self._layers[stop:]))):
+                raise UserError(f"'{name}' was made to require a gradient, by a layer of stage {self.spec.index} or in "
+                                "the batch, but layers beyond a cut are given it, too",
+                                hint="leave that out; a layer that takes derivatives by it begins with "
+                                     f"{name} = {name}.detach().requires_grad_()")
+        for name, tensor in inputs.items():
+            if tensor.is_leaf and tensor.grad is not None:
+                raise UserError(f"'{name}' got a gradient in a forward: a layer of stage {self.spec.index} calls "
+                                "backward() there", hint="take gradients in a forward with torch.autograd.grad")
+        for name, tensor in joined.items() if len(joined) > 1 else ():
+            if (tensor._backward_hooks or tensor.retains_grad) and any(
+                    name in layer.inputs for layer in self._layers[self._writer(name, start) + 1:start]):
+                raise UserError(f"a layer of stage {self.spec.index} puts a hook on the gradient of '{name}', or "
+                                "retains it, but layers before the cut use the tensor, too, and have a part of it",
+                                hint=f"do so in layer '{self._layers[self._writer(name, start)].name}', which makes it")
 
     def _in_place_error(self, layer: str) -> UserError:
         return UserError(f"stage {self.spec.index}, which starts at layer '{layer}', changes its input in place",
