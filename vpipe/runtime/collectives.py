@@ -4,6 +4,7 @@ agree, compare replicas and clocks."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -27,6 +28,7 @@ from vpipe.model.split import StageSpec
 from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equal, is_joint
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
 from vpipe.runtime.transport.transport import as_bytes, from_bytes
@@ -127,7 +129,7 @@ class Collectives:
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
                  lanes: Lanes, timeout_s: float, zero1: bool = False) -> None:
-        self._zero1 = zero1
+        self._zero1, self._settled = zero1, False
         self._workers, self._specs, self._placement = workers, specs, placement
         self._lanes, self._lane, self._timeout_s = lanes, lanes.own, timeout_s
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
@@ -189,14 +191,48 @@ class Collectives:
                             hint="install the same packages for every rank")
 
     def check_trained(self) -> None:
-        """Refuse to train if there are parameters, but no stage has an optimizer."""
-        stages = [(worker.optimizer_steps.optimizers[s], stage) for worker in self._workers.values()
-                  for s, stage in worker.stages.items()]
-        mine = {"parameters": any(stage.weights.names for _, stage in stages),
-                "optimizers": any(optimizer.optimizers for optimizer, _ in stages)}
-        if self.exchange.united({name: "" for name, exists in mine.items() if exists}).keys() == {"parameters"}:
+        """Refuse to train if there are parameters, but no stage has an optimizer; and if several stages, or replicas
+        that step parts of one, have optimizers of a kind that steps all its parameters by the gradients of each."""
+        optimizers = [(f"{type(each).__name__} {name}", each) for name, of_stage in self._optimizers.items()
+                      for each in of_stage.optimizers]
+        exist = any(stage.weights.names for worker in self._workers.values() for stage in worker.stages.values())
+        found = self.exchange.united(dict.fromkeys(["parameters"] * exist + [name for name, _ in optimizers]))
+        if found.keys() == {"parameters"}:
             raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
+        made = Counter(name.split()[0] for name in found)
+        with self.problems_of_all():
+            for name, optimizer in optimizers:
+                kind, _, stage = name.partition(" ")
+                if made[kind] > 1 and is_joint(optimizer):
+                    raise UserError(f"{kind} steps a parameter by the gradients of others, too, such as by a norm over "
+                                    f"all, but that of {stage} sees one of {made[kind]} parts of the model",
+                                    hint=ALONE_HINT)
+
+    @property
+    def _optimizers(self) -> dict[str, StageOptimizer]:
+        """Return the optimizers of this process by their stages, and ranks where each steps a part of one."""
+        return {f"stage {stage}" + f", rank {rank}" * self._is_parted(self._placement[stage]): optimizer
+                for rank, worker in self._workers.items()
+                for stage, optimizer in worker.optimizer_steps.optimizers.items()}
+
+    def check_numbers(self) -> None:
+        """Refuse numbers that the optimizers of stages have changed as they stepped, and that differ between stages.
+
+        All stages have made the same updates. Where none has changed one in the first, processes do not exchange any
+        again, and a later change is refused by :meth:`StageOptimizer.step`.
+        """
+        here = self._optimizers
+        if self._settled or (self.job.ranks == 1 and not any(each.written for each in here.values())):
+            return
+        of_all = self.job.all_gather([all(each.stepped for each in here.values()),
+                                      {stage: each.numbers() for stage, each in here.items()}])
+        numbers = {stage: own for _, each in of_all for stage, own in each.items()}
+        check_equal(numbers)
+        self._settled = (self.job.ranks > 1 and all(stepped for stepped, _ in of_all)
+                         and not any(any(own.values()) for own in numbers.values()))
+        for each in here.values():
+            each.settled = self._settled and len(numbers) > 1
 
     def check_same(self, name: str, value: str, hint: str) -> None:
         """Refuse an argument that differs between ranks, on every rank."""

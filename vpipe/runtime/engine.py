@@ -365,6 +365,7 @@ class Engine:
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
+        self.collectives.check_numbers()
         slices = segment.loader.slices
         self.position = self.position.after(steps, (end - segment.first) // slices, self._samples(segment, end),
                                             end // slices % self._description.microbatches)

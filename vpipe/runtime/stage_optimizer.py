@@ -7,7 +7,12 @@ and counts in no norm. With several optimizers every parameter must be in one of
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +21,8 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from vpipe import accelerator
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import Problem, UserError, VpipeError, counted
 from vpipe.runtime.sharded_tensors import is_sharded
 
@@ -25,11 +32,19 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | No
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
 """Named parameters of a stage -> its optimizers."""
 
+Numbers = Mapping[str, Sequence[str] | None]
+"""Name of a number that a step may change -> its values in words, of all groups; None where no step has changed it."""
+
+_Numbers = dict[str, list[tuple[Any, int]]]
+
 RATES = ("lr", "initial_lr")
 """Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
 
 _WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
 """The code that torch puts around the ``step`` of every class of optimizers: hooks, and a label for its profiler."""
+
+ALONE_HINT = ("choose an optimizer that steps each parameter by its own gradients, clip with grad_clip=..., which is "
+              "of all stages, or leave out stages and zero1")
 
 _LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"
 
@@ -44,6 +59,9 @@ class StageOptimizer:
     Attributes:
         of_parameter: by the name of a parameter, the optimizer that steps it and the number of its group there.
         untrained: positions of the parameters that no optimizer steps here.
+        stepped: whether there was a step.
+        written: names of the numbers beside the state of parameters that a step has changed.
+        settled: whether that is refused from now on, since other stages would not hear of it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -54,8 +72,10 @@ class StageOptimizer:
         self.untrained = [i for i, name in enumerate(parameters) if name not in self.of_parameter]
         self._first_rates = [_mark(group.get("lr")) for group in self.groups]
         self._fixed_rates: list[Any] | None = None  # that count until the pipeline is empty
-        self._first_numbers = self._other_numbers()
+        self._first_numbers = self._numbers()
         self._partial = False  # steps some of the parameters, as replicas step the others
+        self.written: set[str] = set()
+        self.stepped, self.settled = not optimizers, False
 
     def own(self, names: Collection[str]) -> None:
         """Step these parameters only, and keep no state of others; the parameter groups stay, also empty ones."""
@@ -106,23 +126,31 @@ class StageOptimizer:
                 for value in state.values() if isinstance(value, Tensor)]
 
     def step(self) -> None:
-        """Step every optimizer.
+        """Step every optimizer, and note the numbers that it changes beside the state of parameters.
 
         Raises:
             UserError: one that steps some of the stage's parameters may depend on the others.
         """
-        numbers = self._other_numbers() if self._partial else None
+        before = None if all(map(_writes_no_numbers, self.optimizers)) else self._numbers()
         for optimizer in self.optimizers:
             if self._partial and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
                 raise UserError(f"{type(optimizer).__name__} has hooks around its step, which would see the parameters "
                                 "of one replica only", hint="leave out zero1, or the hooks")
             _step(optimizer)
-        if numbers is not None and numbers != (now := self._other_numbers()):
-            where, changed = next((where, [key for key in after if key not in before or before[key] != after[key]])
-                                  for (where, before), (_, after) in zip(numbers, now, strict=True) if before != after)
-            raise UserError(f"{first_of(changed)} {where} changed in a step: replicas, which each step some of the "
-                            "parameters, would have different ones", hint="leave out zero1, or choose an optimizer "
-                                                                          "that keeps its state per parameter")
+        self.stepped = True
+        changed = [] if before is None else _changed(before, self._numbers())
+        self.written.update(changed)
+        if changed and self.settled:
+            error = UserError(f"{first_of(changed)} changed in a step, but in none of the first update, after which "
+                              "processes compare nothing", hint="let the optimizer write the number in its first step, "
+                                                                "too, or change it between two steps")
+            watch.failed(error)
+            raise error
+
+    def numbers(self) -> Numbers:
+        """Return the numbers beside the state of parameters, in words. To read one that is on a GPU waits for it."""
+        return {name: [str(value.item() if isinstance(value, Tensor) else value) for value, _ in values]
+                if name in self.written else None for name, values in self._numbers().items()}
 
     def step_at_rate(self, factor: float, step: Callable[[], None]) -> None:
         """Call ``step`` with learning rates multiplied by ``factor``; after it they are the user's or a scheduler's.
@@ -144,7 +172,7 @@ class StageOptimizer:
                 group["lr"] = rate
             step()
             for group, _, rate in held:
-                if group["lr"] is not rate:
+                if group["lr"] is not rate or getattr(rate, "_version", False):
                     raise UserError("an optimizer changes the learning rate of its parameter groups as it steps, which "
                                     "vpipe puts back", hint="choose one that does not, or a schedule with a flush and "
                                                             "no learning_rate_factor")
@@ -170,14 +198,25 @@ class StageOptimizer:
         """Return the other entries of the parameter groups, to compare: a tensor by identity and version."""
         return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
-    def _other_numbers(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the numbers of the optimizers that are not state of a parameter, and should not change."""
-        kinds = [type(optimizer).__name__ for optimizer in self.optimizers for _ in optimizer.param_groups]
-        return [(f"of the parameter groups of {kind}", {key: value for key, value in group.items() if key not in RATES})
-                for kind, group in zip(kinds, self.options(), strict=True)] + [
-            (f"among the attributes of {type(optimizer).__name__}",
-             {name: value for name, value in vars(optimizer).items()
-              if type(value) in (bool, int, float) and not name.startswith("_")}) for optimizer in self.optimizers]
+    def _numbers(self) -> _Numbers:
+        """Return the numbers of the optimizers that are not state of a parameter; groups of a class have one name.
+
+        Of a tensor with its version, since to read it would synchronize a GPU.
+        """
+        found: _Numbers = defaultdict(list)
+        for optimizer in self.optimizers:
+            shared: Any = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+            tables = (value for key, value in (*vars(optimizer).items(), *shared.items())
+                      if isinstance(value, dict) and key not in ("state", "defaults"))
+            for where, place in (*(("of the parameter groups", group) for group in optimizer.param_groups),
+                                 ("among the attributes", vars(optimizer)), ("in the state", shared),
+                                 *(("in a table", table) for table in tables)):
+                for key, value in place.items():
+                    own = float if str(key).startswith("_") else (int, float, str, tuple)  # torch has flags of its own
+                    if isinstance(value, own) or (isinstance(value, Tensor) and value.numel() == 1):
+                        found[f"'{key}' {where} of {type(optimizer).__name__}"].append(
+                            (value, getattr(value, "_version", 0)))
+        return found
 
     def check_state(self) -> None:
         """Refuse state that an optimizer does not keep per parameter: no checkpoint would hold it.
@@ -186,16 +225,15 @@ class StageOptimizer:
             UserError: there is some.
         """
         hint = "choose an optimizer that keeps its state per parameter"
-        for (where, before), (_, now) in zip(self._first_numbers, self._other_numbers(), strict=True):
-            if changed := [key for key in now if key not in before or before[key] != now[key]]:
-                raise UserError(f"'{changed[0]}' {where} has changed since the start, which a checkpoint does not hold",
-                                hint=hint)
         known = set(map(id, self.parameters.values()))
         for optimizer in self.optimizers:
             for key, state in optimizer.state.items():
                 if id(key) not in known and state:
                     raise UserError(f"{type(optimizer).__name__} keeps state that is of no parameter of its stage, but "
                                     f"of {type(key).__name__} {key!r}"[:200], hint=hint)
+        for name in _changed(self._first_numbers, self._numbers()):
+            if not name.startswith(("'lr' of", "'initial_lr' of")):
+                raise UserError(f"{name} has changed since the start, which a checkpoint does not hold", hint=hint)
 
     @property
     def rescheduled(self) -> bool:
@@ -224,15 +262,83 @@ def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
                              "learning_rate_factor=lambda step: ...")
 
 
+def _changed(before: _Numbers, now: _Numbers) -> list[str]:
+    return [] if now == before else [name for name, values in now.items() if values != before.get(name)]
+
+
+def check_equal(numbers: Mapping[str, Numbers]) -> None:
+    """Refuse numbers that optimizers write as they step, if they differ between stages that have made as many steps.
+
+    A stage may have fewer parameter groups than another: its values must be among those of the other.
+
+    Args:
+        numbers: :meth:`StageOptimizer.numbers` of every stage, by its name.
+    """
+    for name in dict.fromkeys(name for own in numbers.values() for name, values in own.items() if values):
+        of_stage = {stage: set(own[name] or ["what it was"]) for stage, own in numbers.items() if name in own}
+        most = max(of_stage, key=lambda stage: len(of_stage[stage]))
+        for stage, values in of_stage.items():
+            if other := sorted(values - of_stage[most]):
+                raise UserError(f"{name} is {first_of(sorted(of_stage[most] - values))} on {most} and "
+                                f"{first_of(other)} on {stage}: an optimizer sees one stage, or a part of it",
+                                hint=ALONE_HINT)
+
+
+def is_joint(optimizer: Optimizer) -> bool:
+    """Return whether gradients of one parameter change how others are stepped, as a norm over all does.
+
+    A copy of the optimizer shows it, by three steps of small parameters. False where there can be no such copy, since
+    the optimizer holds more than numbers, functions and its parameters; where it cannot step, or steps at random.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    known = set(map(id, parameters))
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
+    if type(optimizer).__module__.startswith("torch.optim.") or any(
+            hasattr(each, "__dict__") and id(each) not in known and not isinstance(each, (FunctionType, type))
+            and not (isinstance(each, Tensor) and each.numel() == 1) for each in _values_within(own, set())):
+        return False
+
+    @accelerator.seeded(0)
+    def stepped(factor: float) -> list[Tensor]:
+        """Return every other parameter after three steps; ``factor``: of the gradients of the rest."""
+        def like(p: Tensor) -> Tensor:
+            return torch.randn([min(n, 4) for n in p.shape]).to(p.device, p.dtype)
+
+        copy = object.__new__(type(optimizer))
+        vars(copy).update(deepcopy(own, {id(p): nn.Parameter(like(p)) for p in parameters}), state=defaultdict(dict))
+        chosen = [p for group in copy.param_groups for p in group["params"][:3]]
+        for group in copy.param_groups:
+            group.update({"lr": group["lr"] * 0 + 0.1} if "lr" in group else {})  # it may be 0 before a warm-up
+        for step in range(3):
+            for i, p in enumerate(chosen):
+                p.grad = like(p) * factor ** (i % 2 * step)
+            getattr(type(copy).step, "__wrapped__", type(copy).step)(copy)
+        return chosen[::2]
+
+    with warnings.catch_warnings(action="ignore"), suppress(Exception):
+        first, other, again = stepped(1.0), stepped(100.0), stepped(1.0)
+        return not all(map(torch.allclose, first, other)) and all(map(torch.equal, first, again))
+    return False
+
+
+def _is_bare(optimizer: Optimizer) -> bool:
+    """Return whether a step is that of the class, without hooks, and without what schedulers put around it."""
+    return not ("step" in vars(optimizer) or getattr(type(optimizer).step, "__code__", None) is not _WRAPPER
+                or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def _writes_no_numbers(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.") and _is_bare(optimizer)
+
+
 def _step(optimizer: Optimizer) -> None:
     """Step an optimizer; without torch's wrapper where that has nothing to do: it takes longer than a small step."""
-    step: Any = type(optimizer).step
-    if ("step" in vars(optimizer) or getattr(step, "__code__", None) is not _WRAPPER  # a scheduler's, or a user's
-            or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled):
-        optimizer.step()
-    else:
+    if _is_bare(optimizer) and not profiler._is_profiler_enabled:
+        step: Any = type(optimizer).step
         step.__wrapped__(optimizer)
+    else:
+        optimizer.step()
 
 
 def _mark(value: object) -> object:
