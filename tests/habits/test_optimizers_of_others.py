@@ -36,20 +36,22 @@ def pipeline(make: Any, stages: Any, **more: Any) -> Pipeline:
                     **{"microbatches": MICROBATCHES, **more})
 
 
+def update(net: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> float:
+    """Make an update as everybody writes it; return the mean loss."""
+    total = 0.0
+    for x, y in zip(batch["input"].chunk(MICROBATCHES), batch["target"].chunk(MICROBATCHES), strict=True):
+        loss = nn.functional.cross_entropy(net(x), y)
+        (loss / MICROBATCHES).backward()
+        total += float(loss.detach().double())
+    optimizer.step()
+    optimizer.zero_grad()
+    return total / MICROBATCHES
+
+
 def plain(make: Make) -> tuple[list[float], dict[str, Tensor]]:
-    """The loop that everybody writes."""
-    net, losses = network(), []
+    net = network()
     optimizer = make(list(net.parameters()))
-    for batch in batches():
-        total = 0.0
-        for x, y in zip(batch["input"].chunk(MICROBATCHES), batch["target"].chunk(MICROBATCHES), strict=True):
-            loss = nn.functional.cross_entropy(net(x), y)
-            (loss / MICROBATCHES).backward()
-            total += float(loss.detach().double())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total / MICROBATCHES)
-    return losses, net.state_dict()
+    return [update(net, optimizer, batch) for batch in batches()], net.state_dict()
 
 
 def others(name: str) -> Any:
@@ -96,6 +98,23 @@ def test_the_ten_equal_plain_pytorch_over_a_cut_or_are_refused_by_name(name: str
     losses, state = expected(name)
     assert [step.loss for step in pipe.train(batches())] == losses
     assert all(torch.equal(value, state[key]) for key, value in pipe.state_dict().items())
+
+
+def test_schedule_free_is_evaluated_between_eval_and_train() -> None:
+    """As its page says; every stage's optimizer is switched."""
+    made: list[Any] = []
+    make = OF_OTHERS["ScheduleFreeAdamW"][0]
+    pipe, held_out = pipeline(lambda own: made.append(make(own)) or made[-1], 2), batches(7)[-1]
+    net = network()
+    whole: Any = make(list(net.parameters()))
+    for step, batch in zip(pipe.train(batches()), batches(), strict=True):
+        assert step.loss == update(net, whole, batch)
+        for each in (whole, *made):
+            each.eval()
+        expected = nn.functional.cross_entropy(net(held_out["input"]), held_out["target"]).item()
+        assert pipe.evaluate([held_out]) == pytest.approx(expected, rel=1e-6)  # a mean of means rounds otherwise
+        for each in (whole, *made):
+            each.train()
 
 
 # -- numbers that are written nowhere ------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ and counts in no norm. With several optimizers every parameter must be in one of
 
 from __future__ import annotations
 
+import dis
 import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -287,15 +288,20 @@ def check_equal(numbers: Mapping[str, Numbers]) -> None:
 def is_joint(optimizer: Optimizer) -> bool:
     """Return whether gradients of one parameter change how others are stepped, as a norm over all does.
 
-    A copy of the optimizer shows it, by three steps of small parameters. False where there can be no such copy, since
-    the optimizer holds more than numbers, functions and its parameters; where it cannot step, or steps at random.
+    A copy of the optimizer shows it, by three steps of small parameters, without hooks. False where a step may change
+    more than the copy, since the optimizer or its step holds other things than numbers, functions and parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     known = set(map(id, parameters))
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
+    step = inspect.unwrap(type(optimizer).step)
+    names = {line.argval for line in dis.get_instructions(step) if line.opname in ("LOAD_GLOBAL", "LOAD_DEREF")}
+    around = inspect.getclosurevars(step)
     if type(optimizer).__module__.startswith("torch.optim.") or any(
             hasattr(each, "__dict__") and id(each) not in known and not isinstance(each, (FunctionType, type))
-            and not (isinstance(each, Tensor) and each.numel() == 1) for each in _values_within(own, set())):
+            and not (isinstance(each, Tensor) and each.numel() == 1) for each in _values_within(own, set())) or not all(
+            isinstance(value, (FunctionType, ModuleType, type, int, float, str))
+            for name, value in {**around.globals, **around.nonlocals}.items() if name in names):
         return False
 
     @accelerator.seeded(0)
