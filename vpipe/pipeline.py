@@ -404,7 +404,7 @@ class Pipeline:
         Raises:
             RunError: they do.
         """
-        self.engine.collectives.check_replicas()
+        self.engine.check_replicas()
 
     def local_state(self) -> dict[str, Tensor]:
         """Return what this process adds to a checkpoint, without copies: those who save in the background need it.

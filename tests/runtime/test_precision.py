@@ -74,6 +74,9 @@ def test_pure_versions_take_half_the_bytes_and_masters_none_of_the_rounding() ->
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
     assert torch.equal(before["a.linear.weight"], model().layers[1].materialize(1, 5).get_parameter("linear.weight"))
     stage = pipe.engine.local_stages[0]
+    assert all(master is not leaf and master.data_ptr() == leaf.data_ptr() for master, leaf in zip(
+        stage.weights.masters.values(), stage.weights.leaves(), strict=True)), "a script sees what is stepped"
+    stage.weights.take_back()
     assert {p.dtype for module in stage.modules.values() for p in module.parameters()} == {BF16}
     assert stage.modules[1].get_buffer("third").dtype is BF16
     assert torch.equal(before["a.third"], torch.full((WIDTH,), 1 / 3).to(BF16).float())

@@ -43,9 +43,9 @@ def test_shares_leave_before_the_last_backward_has_ended(monkeypatch: pytest.Mon
     """Of a bucket per parameter, each to its owner; and weights in the same buckets, each from it."""
     kinds = {kind: f"{kind} from {{}}" for kind in (TransferKind.SHARES, TransferKind.WEIGHTS, TransferKind.SUMS)}
     # Replica 0 owns the matrices of layers 0 and 2, replica 1 that of layer 1, and the biases.
+    weights = [*["U from 0"] * 2, *["U from 1"] * 4]  # when a batch begins, and what a script sees behind it
     assert sent_beside_backwards(monkeypatch, kinds, Update(Momentum(), zero1=True), Cut(1, ranks=2)) == [
-        ["D from 0", "half", *["D from 0"] * 3, "D from 1", "half", "D from 1", *["U from 0"] * 2,
-         *["U from 1"] * 4]] * 2
+        [*weights, "D from 0", "half", *["D from 0"] * 3, "D from 1", "half", "D from 1", *weights]] * 2
 
 
 # -- few parameters, and none

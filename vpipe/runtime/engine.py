@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -112,11 +112,13 @@ class Engine:
         self._results = StepResults(self.workers, schedule, distributed, world.lanes, beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
         self._interpreter = Interpreter(self.workers, self._results, schedule, self.interrupts, distributed)
-        self._interpreter.exchange_tied_weights()
+        with self._taken_back():
+            pass
         self._number = self.collectives.job.from_rank(next(_made_here))  # the same on all ranks
         self._stopped = 0  # calls of train that ended since a rank asked
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
+        self._in_flight: tuple[int, list[tuple[str, int, int, str]]] | None = None  # a step yielded, and marks of weights
 
     def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
         """Return how many stages from the first on train nothing on any rank; the last is never one of them."""
@@ -176,7 +178,7 @@ class Engine:
         loader = self._loader(batches, whole)
         if updates is not None:
             loader.end = -(-updates * self.schedule.assignment.per_step // whole) * whole
-        while loader.has(first):
+        while self._has(loader, first):
             try:
                 with self.interrupts:
                     self._train_batch(loader, first)
@@ -187,6 +189,15 @@ class Engine:
             while self._made:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._end_batches(loader)
+
+    def _has(self, loader: MicrobatchLoader, first: int) -> bool:
+        """Return whether there is a microbatch to go on with, with what the script has made of the weights."""
+        there = loader.has(first)
+        # Also where the batches end, since they may end on one rank only.
+        self._interpreter.take_back_weights(between_batches=self.schedule.flush and first > 0)
+        if not there:
+            self._interpreter.hand_out_weights()
+        return there
 
     def _train_batch(self, loader: MicrobatchLoader, first: int) -> None:
         segment, last_forwards = self._segment(loader, first, self.schedule.assignment), self._results.last_forwards
@@ -217,7 +228,7 @@ class Engine:
             if updates is not None:
                 pause = done + updates if pause is None else min(pause, done + updates)
             loader.end = None if pause is None else first + (pause - done) * self.schedule.assignment.per_step
-            if not loader.has(first):
+            if not self._has(loader, first):
                 break
             made = yield from self._train_to_pause(loader, first, pause)
             updates = None if updates is None else updates - made
@@ -232,8 +243,9 @@ class Engine:
         try:
             while (step := self._next_of_stream(stream)) is not None:
                 self._compare_lanes()
-                yield from self._yield_unchanged(
-                    step, lambda: stream.drained is None and segment.steps_before + stream.done != pause)
+                if segment.steps_before + stream.done == pause:
+                    self.drain()  # what is left has no step: then weights may be changed
+                yield from self._yield_unchanged(step, lambda: stream.drained is None)
         except RunError as error:  # of another rank, which has the batch that could not be read here
             if loader.error is None or loader.error is error:
                 raise
@@ -307,15 +319,30 @@ class Engine:
             stage.use_latest()  # a module may be the user's own, who looks at it
         optimizers = self._optimizers
         before = [optimizer.options() for optimizer in optimizers]
+        if later_updates():
+            self._in_flight = step.index, self._marks()
         yield step
         self._check_not_wrapped()
         for stage in self.local_stages:
             stage.check_frozen()
+        self._check_unchanged()
         if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
             raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
                             f"'{self.schedule.name}' has later updates under way",
                             hint="give learning rates as learning_rate_factor=lambda step: ..., change them between "
                                  "two calls of train, or choose a schedule with a flush")
+
+    def _marks(self) -> list[tuple[str, int, int, str]]:
+        return [mark for stage in self.local_stages for mark in stage.marks()]
+
+    def _check_unchanged(self) -> None:
+        """Refuse weights that a script changed since the latest step was yielded, if microbatches were in flight."""
+        after, self._in_flight = self._in_flight, None
+        for before, now in () if after is None else zip(after[1], self._marks(), strict=True):
+            if before != now:
+                raise UserError(f"'{now[0]}' was changed after step {after[0]}, while '{self.schedule.name}' has "
+                                "microbatches in flight", hint="change weights after drain(), at a pause, between two "
+                                                               "calls of train, or choose a schedule with a flush")
 
     @property
     def _optimizers(self) -> list[StageOptimizer]:
@@ -326,7 +353,8 @@ class Engine:
         """Refuse replicas that start with different weights, once, and again after :meth:`restore`."""
         if not self._replicas_compared:
             # In a resumed run replicas have buffers of their own.
-            self.collectives.check_replicas_begin(buffers=self.position.microbatches == 0)
+            with self._taken_back():
+                self.collectives.check_replicas_begin(buffers=self.position.microbatches == 0)
             self._replicas_compared = True
 
     def _compare_lanes(self) -> None:
@@ -349,6 +377,7 @@ class Engine:
         stream = self._stream
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
+        self._check_unchanged()
         with self.interrupts:
             steps = stream.drain(self.schedule)
             self._end_stream(stream)
@@ -403,7 +432,7 @@ class Engine:
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
         loader, first = self._loader(iter(batches), most, evaluation=evaluation_of(wanted)), 0
-        with self.interrupts, ExitStack() as stack:
+        with self.interrupts, self._taken_back(), ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted))
             for recorder in self._interpreter.recorders.values():
@@ -449,32 +478,31 @@ class Engine:
                             hint="keep one from the start: Update(optimizer, average=0.999)")
 
     @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """Compute meanwhile with what the script has made of the weights; every rank enters, with nothing in flight."""
+        self._interpreter.take_back_weights()
+        try:
+            yield
+        finally:
+            self._interpreter.hand_out_weights()
+
+    @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Put the averages in place of the weights meanwhile, on all stages that use them."""
-        self._interpreter.check_usable()
+        """Put the averages in place of the weights meanwhile; an evaluation gives them to all stages that use them."""
         self._compare_replicas()
         self.drain()
-        before = [(worker, stage, {name: value.clone() for name, value in stage.state().items()})
-                  for worker in self.workers.values() for stage in worker.stages.values()]
-        failed = True
-        with ExitStack() as stack:
-            for worker in self.workers.values():
-                stack.enter_context(worker.uncounted())
-            self._exchange_loaded((stage, worker.optimizer_steps.companions[stage.spec.index]["average"].view(state))
-                                  for worker, stage, state in before)
+        with self._taken_back():
+            before = [(stage, {name: value.clone() for name, value in stage.state().items()})
+                      for stage in self.local_stages]
+            averages = [worker.optimizer_steps.companions[number]["average"]
+                        for worker in self.workers.values() for number in worker.stages]
+            for (stage, state), average in zip(before, averages, strict=True):
+                stage.load(average.view(state))
             try:
                 yield
-                failed = False
             finally:
-                if not failed or len(self._lanes.own) == 1:  # after a failure other ranks may not be there any more
-                    self._exchange_loaded((stage, state) for _, stage, state in before)
-
-    def _exchange_loaded(self, states: Iterable[tuple[Stage, Mapping[str, Tensor]]]) -> None:
-        """Load the states of stages, and give the weights to all others that hold them."""
-        for stage, state in states:
-            stage.load(state)
-        self._interpreter.exchange_owned_weights()
-        self._interpreter.exchange_tied_weights()
+                for stage, state in before:
+                    stage.load(state)
 
     def _outputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """Return the outputs of an evaluation that is done, on every rank; ``samples``: of its microbatches."""
@@ -532,8 +560,14 @@ class Engine:
         self._interpreter.check_usable()
         self._compare_replicas()
         self.drain()
-        self.collectives.check_replicas()
-        return self.collectives.state(view)
+        with self._taken_back():
+            self.collectives.check_replicas()
+            return self.collectives.state(view)
+
+    def check_replicas(self) -> None:
+        """Compare the weights of replicas; see :meth:`vpipe.Pipeline.check_replicas`."""
+        with self._taken_back() if self._stream is None else nullcontext():
+            self.collectives.check_replicas()
 
     # -- save and restore ------------------------------------------------------------------------------
 
@@ -559,7 +593,8 @@ class Engine:
         """Return the same without copies, and in every lane; of DTensors the shards."""
         self._interpreter.check_usable()
         self.drain()
-        return {name: tensor for part in self.parts for name, tensor in part.state().items()}
+        with self._taken_back():
+            return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def wants(self, name: str) -> bool:
         """Return whether :meth:`restore` of this process needs a tensor of this name."""
@@ -575,8 +610,8 @@ class Engine:
         with self.interrupts:
             for part in self.parts:
                 part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
-            self._interpreter.exchange_owned_weights()
-            self._interpreter.exchange_tied_weights()
+            with self._taken_back():
+                pass
             self._replicas_compared = False
             self._begun = position.within(self._description.microbatches)
             self.position = replace(position, begun=self._begun)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from vpipe.errors import RunError
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.microbatches import Segment
+from vpipe.runtime.stage import Stage
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
@@ -171,8 +173,6 @@ class Interpreter:
 
     def run(self, segment: Segment, program_of: Callable[[int], RankProgram]) -> Iterator[int]:
         """Execute a segment; yield each step when every stage of this process has made all its updates."""
-        if self.broken:
-            raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
         self._stepped = False
         programs = {rank: program_of(rank) for rank in self._workers}
         for rank, worker in self._workers.items():
@@ -198,6 +198,8 @@ class Interpreter:
                     self._results.send(segment, 0, rank)
             for worker in self._workers.values():
                 worker.end()
+            if segment.training:
+                self.hand_out_weights()
         except (Exception, KeyboardInterrupt):
             self._abandon()
             raise
@@ -252,7 +254,7 @@ class Interpreter:
     def _can_give_up(self, segment: Segment) -> bool:
         """Return whether a segment can be begun again as if it had not been: else it is better ended."""
         return not self._stepped and not (segment.training and any(
-            stage.forwards_change_state for worker in self._workers.values() for stage in worker.stages.values()))
+            stage.forwards_change_state for stage in self._stages))
 
     def fail(self) -> None:
         """Note a failure before the steps that stages have made were counted."""
@@ -267,23 +269,46 @@ class Interpreter:
             worker.abandon()
         for recorder in self.recorders.values():
             recorder.abandon()
+        self.hand_out_weights()
         self.broken = False
 
-    def exchange_tied_weights(self) -> None:
-        """Send the present values of tied weights to every stage that borrows them."""
-        for worker in self._workers.values():
-            worker.tied.exchange_latest()
-        for worker in self._workers.values():
-            worker.tied.install_all()
-        self.finish()
+    def take_back_weights(self, between_batches: bool = False) -> None:
+        """Compute with what a script has made of the weights, on every stage that has a copy of them. Every rank must
+        call it, while nothing is in flight; ``between_batches`` of one call the transfers count."""
+        if self.broken:
+            raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
+        for stage in self._stages:
+            stage.weights.take_back()
+        self._exchange_weights(counted=between_batches)
 
-    def exchange_owned_weights(self) -> None:
-        """Give all replicas of a stage the weights of those that step them, as rounded there."""
-        steps = [worker.optimizer_steps for worker in self._workers.values()]
-        for each in steps:
-            each.send_owned()
-        for each in steps:
-            each.gather_owned()
+    def hand_out_weights(self) -> None:
+        """Let a script see and change the weights. In one process it also sees what is to be exchanged."""
+        for stage in self._stages:
+            stage.weights.hand_out()
+        if not self._distributed:
+            self._exchange_weights(counted=False)
+        for stage in self._stages:
+            stage.use_latest()
+
+    @property
+    def _stages(self) -> list[Stage]:
+        return [stage for worker in self._workers.values() for stage in worker.stages.values()]
+
+    def _exchange_weights(self, counted: bool) -> None:
+        """Send what a replica steps to the others of its stage, then tied weights to every stage that borrows them."""
+        workers = self._workers.values()
+        with ExitStack() as stack:
+            for worker in () if counted else workers:
+                stack.enter_context(worker.uncounted())
+            for worker in workers:
+                worker.optimizer_steps.send_owned()
+            for worker in workers:
+                worker.optimizer_steps.gather_owned()
+            for worker in workers:
+                worker.tied.exchange_latest(frozen=not (counted and self._distributed))
+            for worker in workers:
+                worker.tied.install_all()
+            self.finish()
 
     def finish(self) -> None:
         """Wait until all sends have arrived: then this process may end."""

@@ -319,13 +319,15 @@ class OptimizerSteps:
         if self.observer is not None:
             self.observer.weights(number, {name: master.data for name, master in weights.masters.items()
                                            if weights.owns(name)})
-        if stage in self._owners:
+        if stage in self._owners and not self._assignment.flush:
             self.reducers[stage].send_weights(number)
         watch.activity.rest()  # the caller's code may run next
 
     def gather(self, stage: int, update: int) -> None:
-        """Complete the new version by the weights that other replicas have stepped."""
-        self.reducers[stage].gather_weights(self._number(stage, update))
+        """Complete the new version by the weights that other replicas have stepped; with a flush that is left to
+        :meth:`gather_owned`, since a script may change them first."""
+        if not self._assignment.flush:
+            self.reducers[stage].gather_weights(self._number(stage, update))
 
     def send_owned(self) -> None:
         """Send the latest weights of what this rank steps to other replicas."""
@@ -362,13 +364,13 @@ class OptimizerSteps:
                 self._clip_gradients(weights, norms, self._update.grad_clip, dtype)
             if (self.skip or self.scaler is not None) and not norms.isfinite().all():
                 weights.pop_gradients()
-                weights.step(None)
+                weights.step(None, self._assignment.flush)
                 return False
         change: Callable[[], None] = self.optimizers[stage].step
         for companion in self.companions[stage].values():
             if companion.values:  # else other replicas, or none, step what it would follow
                 change = partial(companion.follow, change)
-        self.optimizers[stage].step_at_rate(rate, partial(weights.step, change))
+        self.optimizers[stage].step_at_rate(rate, partial(weights.step, change, self._assignment.flush))
         return True
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float, dtype: torch.dtype) -> None:

@@ -27,8 +27,11 @@ from vpipe.model.layer import (
 from vpipe.model.model import Model
 from vpipe.model.sequential import loss_buffers, rounded_module
 from vpipe.model.split import StageSpec
-from vpipe.runtime.sharded_tensors import parted, set_data
+from vpipe.runtime.sharded_tensors import local, parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
+
+SAMPLED_VALUES = 1024
+"""Values of a parameter, at least, by which a change of it is seen."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,15 @@ class StageLayers:
         for i, module in self.modules.items():
             if (wrapper := find_wrapper(self.layer_names[i], module, self.divided)) is not None:
                 raise UserError(f"{wrapper.what}{when}", hint=wrapper.hint)
+
+    def marks(self) -> list[tuple[str, int, int, str]]:
+        """Return marks by which a change of weights by a script is seen. A change of ``p.data`` in place is seen by some
+        values of each, which are not looked at on a device for which the host would wait."""
+        given = [(name, p, local(p).detach()) for name, p in (*self.weights.in_reach(), *self._frozen)]
+        norms = torch._foreach_norm([part.reshape(-1)[::part.numel() // SAMPLED_VALUES | 1] for *_, part in given]
+                                    ) if given and self.device.type == "cpu" else [torch.tensor(0.0)] * len(given)
+        return [(name, p._version, part.data_ptr(), norm.item().hex())
+                for (name, p, part), norm in zip(given, norms, strict=True)]
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

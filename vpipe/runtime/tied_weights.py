@@ -6,7 +6,8 @@ update are summed and sent to the owner, which adds them to its own before the s
 the owner. Between stages of one rank tensors are passed on without a copy: the owner keeps a version until its own
 backward of a microbatch, which comes after the borrower's.
 
-A tied weight that is not trained is exchanged once, when the pipeline is built or a checkpoint is loaded.
+With a flush a version is sent when the next batch begins: until then a script may change it. A tied weight that is not
+trained is sent where a call begins.
 
 With replicas each rank that borrows gets its versions from one of the owner's ranks, and sends its gradients to all of
 them: every replica of the owner adds the same numbers in the same order.
@@ -24,6 +25,7 @@ from vpipe.errors import UserError
 from vpipe.model.split import Ties
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import first_of
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.assignment import Assignment
@@ -47,6 +49,7 @@ class TiedWeights:
         self._frozen = {TransferKey(_WEIGHTS, number, 0): (owner, borrower, frozen[owner][borrower])
                         for number, (owner, borrower) in enumerate(
                             sorted((owner, b) for owner in frozen for b in frozen[owner]), len(self._number))}
+        self._sent: dict[TransferKey, list[tuple[int, int]]] = {}  # marks of those that are not trained, when sent
         self._arriving: list[tuple[int, TransferKey, list[Tensor]]] = []  # of those that are not trained
         self._source = {owner: next(rank for rank in placement[owner]
                                     if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
@@ -75,18 +78,31 @@ class TiedWeights:
         for store in (self._posted, self._here, self._senders, self._arriving):
             store.clear()
 
-    def exchange_latest(self) -> None:
-        """Send the latest weights and post their receives: owner after owner, in one order on all ranks."""
+    def exchange_latest(self, frozen: bool) -> None:
+        """Send the latest weights and post their receives: owner after owner, in one order on all ranks.
+
+        Args:
+            frozen: also those that are not trained.
+        """
         for owner in sorted(self._ties):
             if owner in self._stages:
-                self.send_version(owner, self._stages[owner].weights.latest - self._begun[owner])
+                self.send_version(owner, self._stages[owner].weights.latest - self._begun[owner], now=True)
             if owner in self._source:
                 (_, weights), *_ = self._borrowed(owner)
-                self.post_version(owner, weights.latest - self._begun[owner])
+                self.post_version(owner, weights.latest - self._begun[owner], now=True)
         for key, (owner, borrower, names) in self._frozen.items():
             if owner in self._stages:
                 named = dict(self._stages[owner].named_parameters())
                 values = [local(named[name].data) for name in names]
+                marks = [(named[name]._version, value.data_ptr()) for name, value in zip(names, values, strict=True)]
+                if not frozen and self._sent[key] != marks:
+                    raise UserError(f"{first_of(list(map(repr, names)))} changed between two batches; not trained, and "
+                                    f"tied to stage {borrower}, which has a copy",
+                                    hint="change it between two calls of train")
+                self._sent[key] = marks
+            if not frozen:
+                continue
+            if owner in self._stages:
                 for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
                     self._send(rank, key, values)
             if borrower in self._stages:
@@ -99,8 +115,10 @@ class TiedWeights:
 
     # -- the owner's side
 
-    def send_version(self, owner: int, version: int) -> None:
-        """Send this version, the latest, to every borrower."""
+    def send_version(self, owner: int, version: int, now: bool = False) -> None:
+        """Send this version, the latest, to every borrower; with a flush that is left to :meth:`exchange_latest`."""
+        if not now and self._assignment.flush:
+            return
         for borrower, names in sorted(self._ties[owner].items()):
             key, values = self._key(_WEIGHTS, owner, borrower, version), self._stages[owner].weights.values(names)
             for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
@@ -136,8 +154,12 @@ class TiedWeights:
 
     # -- the borrower's side
 
-    def post_version(self, owner: int, version: int) -> None:
-        """Post the receive of a version of the owner's."""
+    def post_version(self, owner: int, version: int, now: bool = False) -> None:
+        """Post the receive of a version of the owner's; with a flush count it, as the owner does."""
+        if not now and self._assignment.flush:
+            for _, weights in self._borrowed(owner):
+                weights.step(None)
+            return
         for borrower, weights in self._borrowed(owner):
             self._post(self._source[owner], self._key(_WEIGHTS, owner, borrower, version),
                        weights.values(weights.names))

@@ -12,6 +12,10 @@ module in every forward; one that computes with a reference of its own gets an e
 
 Versions may be rounded. Then the masters have memory of their own, a step takes the gradients in their precision, and
 rounds them into the next version.
+
+While nothing is in flight a script may change weights, by the optimizer's parameters or by a module: then they are
+handed out. Both have the same memory, also where versions are rounded, and what the script has made of it is the
+version that the next microbatches use.
 """
 
 from __future__ import annotations
@@ -65,6 +69,8 @@ class WeightVersions:
         self._unrounded = unrounded
         self.owned: frozenset[str] | None = None  # parameters that this replica steps; None: all, as every other does
         self._widened: list[nn.Parameter] | None = None  # masters, while they have the gradients of a step
+        self._handed_out: list[Tensor] | None = None  # the memory of the masters, while scripts may change them
+        self._rounded: list[Tensor] = []  # meanwhile, that of the leaves
         self._pins: dict[int, int] = {}  # microbatches that hold a version
         self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
@@ -149,6 +155,45 @@ class WeightVersions:
     def owns(self, name: str) -> bool:
         """Return whether this replica steps a parameter."""
         return self.owned is None or name in self.owned
+
+    def hand_out(self) -> None:
+        """Let a script change the weights until :meth:`take_back`: the modules have the memory of the masters."""
+        self.use(self.latest)
+        if self._handed_out is None:
+            self._handed_out = [local(master).data for master in self.masters.values()]
+            self._rounded = [] if self._unrounded is None else [leaf.data for leaf in self.leaves()]
+            for leaf, master in self._rounded and self._stepped_here():
+                set_data(leaf, master.data)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Compute with what a script has made of the weights.
+
+        Raises:
+            UserError: a parameter is another one now, or of another shape.
+        """
+        for i, memory in enumerate(self._handed_out or ()):
+            name, leaf = self.names[i], self.leaves()[i]
+            if any((now := module._parameters.get(own)) is not None and now is not leaf
+                   for module, own in self.slots[name]):
+                raise UserError(f"'{name}' was replaced by another parameter between two updates, which no optimizer "
+                                "steps", hint="change its values, p.data.copy_(new), and tie layers by Layer(ties=...)")
+            for each in (leaf, self.masters[name]) if self.owns(name) else ():
+                if local(each).data_ptr() != memory.data_ptr():  # .data = ...
+                    if local(each).shape != memory.shape:
+                        raise UserError(f"'{name}' was given the shape {list(each.shape)} between two updates",
+                                        hint="build the layer with that shape")
+                    memory.copy_(local(each))
+                    set_data(each, wrapped(memory, each))
+        for leaf, data in zip(self.leaves(), self._rounded, strict=False):
+            set_data(leaf, data)
+        self._round()
+        self._handed_out, self._rounded = None, []
+
+    def in_reach(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that a script can change: the masters, and those that the modules have."""
+        return [*self.masters.items(), *((name, leaf) for name, leaf in zip(self.names, self._active, strict=True)
+                                         if not hasattr(leaf, "_replaced_name"))]
 
     def adopt_hooks(self) -> None:
         """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
@@ -306,23 +351,31 @@ class WeightVersions:
         self._add(version, leaves)
 
     @torch.no_grad()
-    def step(self, change: Callable[[], object] | None) -> None:
+    def step(self, change: Callable[[], object] | None, last: bool = False) -> None:
         """Apply the accumulated gradients to the latest version, which makes the next one.
 
         Args:
             change: steps the optimizers, which change the masters in place; None: the next version equals the latest.
+            last: whether the next version is handed out before a microbatch uses it; then :meth:`take_back` rounds it.
         """
         if self._unrounded is not None:
             if change is not None:
                 self._apply(change)
             self._make_next()
-            if own := [(local(leaf).data, local(master).data) for leaf, (name, master) in
-                       zip(self.leaves(), self.masters.items(), strict=True) if self.owns(name)]:
-                torch._foreach_copy_([leaf for leaf, _ in own], [master for _, master in own])
+            if not last:
+                self._round()
             return
         self._make_next()
         if change is not None:
             self._apply(change)
+
+    def _stepped_here(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [(leaf, master) for leaf, (name, master) in zip(self.leaves(), self.masters.items(), strict=True)
+                if self.owns(name)]
+
+    def _round(self) -> None:
+        if self._unrounded is not None and (own := self._stepped_here()):
+            torch._foreach_copy_([local(leaf).data for leaf, _ in own], [local(master).data for _, master in own])
 
     @property
     def version_before(self) -> list[Tensor] | None:
