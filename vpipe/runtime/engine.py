@@ -34,6 +34,7 @@ from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
 from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_layers import Mark
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults, read_at_once
@@ -118,7 +119,7 @@ class Engine:
         self._stopped = 0  # calls of train that ended since a rank asked
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
-        self._in_flight: tuple[int, list[tuple[str, int, int, str]]] | None = None  # a step yielded, and marks of weights
+        self._in_flight: tuple[int, list[Mark]] | None = None  # the step that was yielded, and the weights then
 
     def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
         """Return how many stages from the first on train nothing on any rank; the last is never one of them."""
@@ -332,15 +333,15 @@ class Engine:
                             hint="give learning rates as learning_rate_factor=lambda step: ..., change them between "
                                  "two calls of train, or choose a schedule with a flush")
 
-    def _marks(self) -> list[tuple[str, int, int, str]]:
+    def _marks(self) -> list[Mark]:
         return [mark for stage in self.local_stages for mark in stage.marks()]
 
     def _check_unchanged(self) -> None:
         """Refuse weights that a script changed since the latest step was yielded, if microbatches were in flight."""
-        after, self._in_flight = self._in_flight, None
-        for before, now in () if after is None else zip(after[1], self._marks(), strict=True):
+        (index, marks), self._in_flight = self._in_flight or (0, []), None
+        for before, now in zip(marks, self._marks() if marks else (), strict=True):
             if before != now:
-                raise UserError(f"'{now[0]}' was changed after step {after[0]}, while '{self.schedule.name}' has "
+                raise UserError(f"'{now[0]}' was changed after step {index}, while '{self.schedule.name}' has "
                                 "microbatches in flight", hint="change weights after drain(), at a pause, between two "
                                                                "calls of train, or choose a schedule with a flush")
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from vpipe.model.sequential import loss_buffers, rounded_module
 from vpipe.model.split import StageSpec
 from vpipe.runtime.sharded_tensors import local, parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
+
+Mark = tuple[str, int, int, str]
+"""Of a parameter: its name; its version, memory and values, to compare."""
 
 SAMPLED_VALUES = 1024
 """Values of a parameter, at least, by which a change of it is seen."""
@@ -204,14 +207,14 @@ class StageLayers:
             if (wrapper := find_wrapper(self.layer_names[i], module, self.divided)) is not None:
                 raise UserError(f"{wrapper.what}{when}", hint=wrapper.hint)
 
-    def marks(self) -> list[tuple[str, int, int, str]]:
-        """Return marks by which a change of weights by a script is seen. A change of ``p.data`` in place is seen by some
-        values of each, which are not looked at on a device for which the host would wait."""
-        given = [(name, p, local(p).detach()) for name, p in (*self.weights.in_reach(), *self._frozen)]
-        norms = torch._foreach_norm([part.reshape(-1)[::part.numel() // SAMPLED_VALUES | 1] for *_, part in given]
-                                    ) if given and self.device.type == "cpu" else [torch.tensor(0.0)] * len(given)
-        return [(name, p._version, part.data_ptr(), norm.item().hex())
-                for (name, p, part), norm in zip(given, norms, strict=True)]
+    def marks(self) -> list[Mark]:
+        """Return marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen by some
+        values of each, except on a device for which the host would wait."""
+        given = self.weights.in_reach()
+        parts = [local(p).detach().reshape(-1) for _, p in given if self.device.type == "cpu"]
+        norms = torch._foreach_norm([part[::part.numel() // SAMPLED_VALUES | 1] for part in parts]) if parts else []
+        return [(name, p._version, local(p).data_ptr(), "" if norm is None else str(norm.item()))
+                for (name, p), norm in zip_longest((*given, *self._frozen), norms)]
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

@@ -155,10 +155,8 @@ class TiedWeights:
     # -- the borrower's side
 
     def post_version(self, owner: int, version: int, now: bool = False) -> None:
-        """Post the receive of a version of the owner's; with a flush count it, as the owner does."""
+        """Post the receive of a version of the owner's; with a flush that is left to :meth:`exchange_latest`."""
         if not now and self._assignment.flush:
-            for _, weights in self._borrowed(owner):
-                weights.step(None)
             return
         for borrower, weights in self._borrowed(owner):
             self._post(self._source[owner], self._key(_WEIGHTS, owner, borrower, version),
@@ -174,6 +172,13 @@ class TiedWeights:
                 tensors = self._receive(self._source[owner], self._key(_WEIGHTS, owner, borrower, arrived))
                 weights.install(self._begun[owner] + arrived, tensors)
         return self._begun[owner] + version
+
+    def end(self, training: bool) -> None:
+        """End a segment: receive the last versions; with a flush count what will be sent, as the owner counts it."""
+        for stage in self._stages.values() if training and self._assignment.flush else ():
+            for weights in stage.borrowed.values():
+                weights.step(None)
+        self.install_all()
 
     def install_all(self) -> None:
         """Receive and install all posted versions."""

@@ -165,7 +165,7 @@ class Worker:
 
     def end(self) -> None:
         """End a segment: receive the last tied weights, and check that no transfer, record or pin is left over."""
-        self.tied.install_all()
+        self.tied.end(self.segment.training)
         for stage in self.stages.values():
             stage.weights.choose(None)
             stage.use_latest()
