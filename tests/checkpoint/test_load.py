@@ -66,8 +66,8 @@ def test_it_wants_what_a_state_dict_has_with_tied_weights_where_they_are_owned()
                          "hint: resume with the model section"),
     (model(blocks=3), {}, r"'block\.2\.seen' \[\] int64 is not in the checkpoint; 'block\.2\.linear\.w"),
     (model(blocks=1), {}, r"'block\.1\.seen' \[\] int64 of the checkpoint is not in the model; '"),
-    (model(), {"head.decoder.bias": TensorKind((4,), "bfloat16")},
-     r"'head\.decoder\.bias' is \[4\] float32 in the model and \[4\] bfloat16")])
+    (model(), {"head.decoder.bias": TensorKind((4,), "float64")},
+     r"'head\.decoder\.bias' is \[4\] float32 in the model and \[4\] float64")])
 def test_what_differs_is_named_with_both(other: Model, kinds: dict[str, TensorKind], text: str) -> None:
     with pytest.raises(UserError, match=text):
         manifest_of(kinds_of(model()) | kinds).check_compatible(other)

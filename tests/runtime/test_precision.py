@@ -78,8 +78,7 @@ def test_pure_versions_take_half_the_bytes_and_masters_none_of_the_rounding() ->
         stage.weights.masters.values(), stage.weights.leaves(), strict=True)), "a script sees what is stepped"
     stage.weights.take_back()
     assert {p.dtype for module in stage.modules.values() for p in module.parameters()} == {BF16}
-    assert stage.modules[1].get_buffer("third").dtype is BF16
-    assert torch.equal(before["a.third"], torch.full((WIDTH,), 1 / 3).to(BF16).float())
+    assert torch.equal(before["a.third"], torch.full((WIDTH,), 1 / 3)), "buffers are not rounded"
     assert all(v.dtype is torch.float32 for v in pipe.engine.checkpoint_state().values() if v.is_floating_point())
     pipe.engine.restore(Position(0, 0, 0), {name: value + (1e-4 if name == "model.a.norm.weight" else 0)
                                             for name, value in pipe.engine.checkpoint_state().items()})

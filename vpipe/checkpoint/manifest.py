@@ -93,6 +93,11 @@ class TensorKind(NamedTuple):
         """Return those of a tensor, in memory or as a manifest has it."""
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
+    @property
+    def widened(self) -> TensorKind:
+        """Return its kind where training widens it: fp32 for 16 bits."""
+        return self._replace(dtype="float32") if self.dtype in ("bfloat16", "float16") else self
+
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.shape))}] {self.dtype}"
 
@@ -207,7 +212,7 @@ class Manifest:
         theirs = {name.removeprefix(WEIGHTS): TensorKind.of(entry)
                   for name, entry in self.tensors.items() if name.startswith(WEIGHTS)}
         other = [f"'{name}' is {kind} in the model and {theirs[name]} in the checkpoint"
-                 for name, kind in ours.items() if name in theirs and theirs[name] != kind]
+                 for name, kind in ours.items() if name in theirs and theirs[name].widened != kind.widened]
         missing = [f"'{name}' {kind} is not in the checkpoint" for name, kind in ours.items() if name not in theirs]
         more = [f"'{name}' {kind} of the checkpoint is not in the model"
                 for name, kind in theirs.items() if name not in ours]

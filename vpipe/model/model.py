@@ -57,6 +57,9 @@ class Model:
             In training an update weights its microbatches alike, unless :class:`~vpipe.Update` says ``per_token_loss``.
     """
 
+    exact: frozenset[str] = frozenset()
+    """Fields that only a loss in fp32 reads: ``bf16_pure`` does not round them."""
+
     NO_LABEL = -100
     """Label of a token after which there is none to learn."""
 
@@ -104,6 +107,7 @@ class Model:
         layers.append(Layer(last, partial(copy_module, children[last], loss), (source, "target"), (LOSS, "output"),
                             ties[last], shared[last]))
         model = cls(layers, batch=("input", "target"))
+        model.exact = frozenset({"target"})
         model._check = partial(check_unchanged, modules, children, ties, shared)
         return model
 
@@ -114,7 +118,9 @@ class Model:
         ``<layer>.``. Raises UserError where one is in no layer, or its weight is tied.
         """
         self._check()
-        return Model(adapted(self.layers, self.ties, config), self.batch, self.labels)
+        made = Model(adapted(self.layers, self.ties, config), self.batch, self.labels)
+        made.exact = self.exact
+        return made
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
         """Return the whole model on one device, tied parameters shared: for references, export, inference."""

@@ -63,7 +63,7 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
     """
     fields = {name: microbatch[name].to(device) for name in model.batch}
     if precision.pure and precision.dtype is not None:
-        fields = {name: Rounding(precision.dtype).rounded(tensor) for name, tensor in fields.items()}
+        fields |= {name: Rounding(precision.dtype).rounded(fields[name]) for name in fields.keys() - model.exact}
     tokens = max((tensor.shape[1] for tensor in fields.values() if tensor.dim() > 1), default=0)
     tensors: dict[str, Tensor] = {}
     firsts: dict[tuple[object, ...], int] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from math import nan
 from time import perf_counter
 
@@ -279,7 +279,7 @@ class Collectives:
         if not tied:
             return set()
         known = self.exchange.united({
-            name: [kind_of(parameter), parameter.requires_grad] for stages in built.values()
+            name: [kind_of(parameter, stage.dtypes[name]), parameter.requires_grad] for stages in built.values()
             for stage in stages.values() for name, parameter in stage.named_parameters()
             if name in tied or name in tied.values()})
         for own, target in tied.items():
@@ -293,6 +293,9 @@ class Collectives:
         """Exchange who has which gradient norms of each stage, and set their senders and receivers on every rank."""
         owned = self.exchange.united({f"{stage} {rank}": worker.optimizer_steps.owned(stage)
                                       for rank, worker in self._workers.items() for stage in worker.stages})
+        dtypes = self.exchange.united({str(dtype).removeprefix("torch."): "" for worker in self._workers.values()
+                                       for dtype in worker.optimizer_steps.norm_dtypes.values()})
+        widest = reduce(torch.promote_types, (getattr(torch, dtype) for dtype in dtypes or ["float32"]))
         everyone = {rank for ranks in self._placement for rank in ranks}
         # Each replica of a stage publishes what it steps to all; where each steps all, the first to those without it.
         audience = {(stage, source): everyone - ({source} if self._is_parted(ranks) else set(ranks))
@@ -302,7 +305,7 @@ class Collectives:
             worker.optimizer_steps.use_global_norms(
                 {stage: {source: owned[f"{stage} {source}"] for source in ranks
                          if rank in audience.get((stage, source), ())} for stage, ranks in enumerate(self._placement)},
-                {stage: sorted(audience.get((stage, rank), ())) for stage in worker.stages})
+                {stage: sorted(audience.get((stage, rank), ())) for stage in worker.stages}, widest)
 
     def gradient_norms(self) -> dict[str, float]:
         """Return the norm of every gradient of the latest update of each stage, by the name of its parameter."""

@@ -123,6 +123,10 @@ def check_divided(stage: Stage) -> None:
         if not is_sharded(leaf):
             raise UserError(f"'{name}' is not divided by fully_shard, but lanes train on batches of their own: each "
                             "would have its own gradient", hint="apply fully_shard to every layer with parameters")
+        if leaf.dtype is not stage.dtypes[name]:
+            raise UserError(f"'{name}' was {stage.dtypes[name]} when fully_shard divided it, but precision "
+                            f"'{stage.precision.name}' trains {leaf.dtype}", hint="make the layer fp32 before: "
+                                                                             "fully_shard(layer.float(), ...)")
     if stage.spec.borrowed:
         raise UserError(f"stage {stage.spec.index} shares weights with another, and both are divided by fully_shard",
                         hint="place the layers that share a weight in one stage, or do not tie them")

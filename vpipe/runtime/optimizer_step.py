@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, reduce
 from typing import Protocol
 
 import torch
@@ -126,11 +126,14 @@ class WeightAverage(Companion):
 
     def __init__(self, stage: Stage, optimizer: StageOptimizer, decay: float) -> None:
         super().__init__(stage, optimizer)
+        self.values = {name: value.to(torch.promote_types(value.dtype, torch.float32))  # in 16 bits it would not move
+                       for name, value in self.values.items()}
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
 
     def follow(self, step: Callable[[], object]) -> None:
         step()
-        self._average(list(map(local, self.values.values())), self._masters(), 1)
+        values = list(map(local, self.values.values()))
+        self._average(values, [master.to(each.dtype) for master, each in zip(self._masters(), values, strict=True)], 1)
 
 
 class StepObserver(Protocol):
@@ -164,6 +167,7 @@ class OptimizerSteps:
         norms: by stage of this rank, of each gradient of its latest update, before clipping, where norms
             are computed.
         skipped: steps of which an update was skipped.
+        norm_dtypes: by stage of this rank, in which the norms by which it clips are added up.
     """
 
     def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
@@ -186,18 +190,22 @@ class OptimizerSteps:
         self.gradient_norm: Tensor | None = None
         self.norms: dict[int, Tensor] = {}
         self.global_norms = False
+        self.norm_dtypes = {s: reduce(torch.promote_types, {master.dtype for master in stage.weights.masters.values()})
+                            for s, stage in stages.items() if stage.weights.names}
         self._norms: dict[_Together, dict[int, Tensor]] = defaultdict(dict)  # by stage, own and others'
         self._steps: Counter[_Together] = Counter()  # of own stages
 
     def use_global_norms(self, sources: Mapping[int, Mapping[int, Sequence[int]]],
-                         audience: Mapping[int, Sequence[int]]) -> None:
+                         audience: Mapping[int, Sequence[int]], dtype: torch.dtype) -> None:
         """Clip, and skip, by the norms of all stages, as a schedule with a flush can.
 
         Args:
             sources: per stage, the ranks that publish norms to this one, each with the positions of the parameters.
             audience: per stage of this rank, the ranks to which this one publishes its norms.
+            dtype: the widest of all parameters that are trained.
         """
         self.global_norms, self._sources, self._audience = True, sources, audience
+        self.norm_dtypes = dict.fromkeys(self._stages, dtype)
 
     def owned(self, stage: int) -> list[int]:
         """Return the positions of the parameters of a stage that this rank steps."""
@@ -358,10 +366,7 @@ class OptimizerSteps:
             self.norms[stage] = of_stage[stage]
             norms = torch.cat([of_stage[s] for s in sorted(of_stage)])
             if self._update.grad_clip is not None:
-                # Of the first gradient of the stage, which may be another replica's.
-                dtype = next((master.dtype for master, norm in zip(weights.masters.values(), of_stage[stage].tolist(),
-                                                                   strict=True) if norm != ABSENT), torch.float32)
-                self._clip_gradients(weights, norms, self._update.grad_clip, dtype)
+                self._clip_gradients(weights, norms, self._update.grad_clip, self.norm_dtypes.get(stage))
             if (self.skip or self.scaler is not None) and not norms.isfinite().all():
                 weights.pop_gradients()
                 weights.step(None, self._assignment.flush)
@@ -373,10 +378,10 @@ class OptimizerSteps:
         self.optimizers[stage].step_at_rate(rate, partial(weights.step, change, self._assignment.flush))
         return True
 
-    def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float, dtype: torch.dtype) -> None:
+    def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float, dtype: torch.dtype | None) -> None:
         """Clip by the operations of ``torch.nn.utils.clip_grad_norm_``, to get the same numbers."""
         gradients = [local(g) for g in weights.gradients if g is not None]
-        norm = torch.linalg.vector_norm(norms[norms != ABSENT].to(dtype))
+        norm = torch.linalg.vector_norm(norms[norms != ABSENT].to(dtype or torch.float32))
         if self.global_norms:
             self.gradient_norm = norm
         if gradients:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from vpipe.model.split import StageSpec
 from vpipe.runtime.sharded_tensors import local, parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 
+NARROW = (torch.bfloat16, torch.float16)
+"""The dtypes in which small steps of an optimizer are lost."""
+
 Mark = tuple[str, int, int, str]
 """Of a parameter: its name; its version, memory and values, to compare."""
 
@@ -45,24 +48,38 @@ class Rounding:
 
     def round_output(self, name: str, tensor: Tensor) -> Tensor:
         """Return a layer's output as the next layer is given it: rounded; the loss in fp32."""
-        return self.widened(tensor) if name == LOSS else self.rounded(tensor)
+        if name == LOSS:
+            return tensor.float() if tensor.dtype is self.dtype else tensor
+        return self.rounded(tensor)
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """Return the tensor in the reduced precision, if it is fp32."""
         return tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor
 
-    def widened(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in fp32, if it has the reduced precision."""
-        return tensor.float() if tensor.dtype is self.dtype else tensor
+    def convert(self, modules: Iterable[nn.Module], pure: bool) -> tuple[dict[int, Tensor], set[int]]:
+        """Give parameters the dtype in which layers compute; buffers stay as their layers made them.
 
-    def round_weights(self, modules: Iterable[nn.Module]) -> dict[int, Tensor]:
-        """Round parameters and buffers in place; return the parameters' values before, by their ids."""
-        before: dict[int, Tensor] = {}
-        for module in modules:
-            before |= {id(p): p.data for p in module.parameters() if p.dtype is torch.float32}
-            for tensor in chain(module.parameters(), module.buffers()):
-                set_data(tensor, self.rounded(tensor.data))
-        return before
+        If ``pure``, parameters are rounded, and trained ones have fp32 masters; else trained ones are fp32. What has
+        running statistics (BatchNorm) is fp32 with these: in 16 bits they would stop following small changes.
+
+        Returns:
+            The masters, and the frozen parameters whose rounding lost something, by their ids.
+        """
+        masters: dict[int, Tensor] = {}
+        lost: set[int] = set()
+        for part in (part for module in modules for part in module.modules()):
+            running = getattr(part, "running_mean", None) is not None
+            for tensor in (*part.parameters(recurse=False), *(part.buffers(recurse=False) if running else ())):
+                if id(tensor) in masters or tensor.dtype not in (torch.float32, *NARROW):
+                    continue
+                before, rounds = tensor.data, pure and not running
+                if rounds or running or tensor.requires_grad:
+                    set_data(tensor, before.to(self.dtype if rounds else torch.float32))
+                if rounds and tensor.requires_grad:
+                    masters[id(tensor)] = before.float()
+                elif rounds and not torch.equal(local(tensor.data).to(before.dtype), local(before)):
+                    lost.add(id(tensor))
+        return masters, lost
 
 
 class StageLayers:
@@ -76,6 +93,9 @@ class StageLayers:
         frozen_ties: parameters tied to those of other stages that are not trained, by their names there.
         generators: of random numbers, that the layers draw from.
         rounding: of the layers' outputs; None in fp32.
+        dtypes: of the parameters as the layers were built, by name.
+        lossy: by name, the dtypes of trained parameters in which small steps are lost, and of frozen ones whose
+            rounding lost something.
         divided: whether the schedule gathers the weights that ``fully_shard`` has divided.
         check_hooks: refuses hooks on parameters where torch does not call them.
 
@@ -100,9 +120,12 @@ class StageLayers:
         self._ties = {i: model.layers[i].ties for i in spec.layers}
         self._share_ties()
         self._weight_rounding = self.rounding if precision.pure else None  # other precisions round in autocast
-        unrounded = None if self._weight_rounding is None else self._weight_rounding.round_weights(
-            map(rounded_module, self.modules.values()))
-        self.weights, self.borrowed = self._collect_weights(unrounded)
+        self.dtypes = {name: parameter.dtype for name, parameter in self.named_parameters()}
+        masters, lost = ({}, set[int]()) if self.rounding is None else self.rounding.convert(
+            map(rounded_module, self.modules.values()), precision.pure)
+        self.lossy = {name: str(self.dtypes[name]).removeprefix("torch.") for name, p in self.named_parameters()
+                      if id(p) in lost or (self.rounding is None and p.requires_grad and p.dtype in NARROW)}
+        self.weights, self.borrowed = self._collect_weights(masters if precision.pure else None)
         self.all_weights = (self.weights, *self.borrowed.values())
         self.frozen_ties = self._share_frozen_ties()
         self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
@@ -253,7 +276,7 @@ class StageLayers:
                    for module in modules)
 
     def state(self) -> dict[str, Tensor]:
-        """Return parameters (latest version; masters of rounded ones) and buffers, which are widened if rounded.
+        """Return parameters (latest version; masters of rounded ones, frozen ones in their first dtype) and buffers.
 
         A tied parameter is returned only where it is owned.
 
@@ -267,10 +290,13 @@ class StageLayers:
             if not isinstance(value, Tensor):
                 raise UserError(f"'{name}' in the state of its layer is {type(value).__name__}, not a tensor",
                                 hint="let the layer keep a buffer instead of an extra state")
-        if (rounding := self._weight_rounding) is not None:
+        if self.rounding is not None:
             masters = {id(leaf): master for leaf, (name, master) in
-                       zip(self.weights.leaves(), self.weights.masters.items(), strict=True) if self.weights.owns(name)}
-            state = {name: masters.get(id(value), rounding.widened(value)) for name, value in state.items()}
+                       zip(self.weights.leaves(), self.weights.masters.items(), strict=True)
+                       if self.weights.owns(name)} if self._weight_rounding is not None else {}
+            state = {name: masters[id(value)] if id(value) in masters else value.to(
+                torch.promote_types(value.dtype, torch.float32) if value.requires_grad else
+                self.dtypes.get(name, value.dtype)) for name, value in state.items()}
         return {name: value.detach() for name, value in state.items()}
 
     def own_state(self, replica: int) -> dict[str, Tensor]:

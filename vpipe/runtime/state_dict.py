@@ -124,7 +124,8 @@ class OptimizerState(StatePart):
 
     def wants(self, name: str) -> bool:
         return any(owner in optimizers.of_parameter and (weights.owns(owner) or entry.startswith("group."))
-                   for optimizers, weights, _ in self._of_replicas for owner, entry in _readings(name))
+                   for optimizers, weights, _ in self._of_replicas for owner, entry in _readings(name)) or any(
+            name.removeprefix("model.") in optimizers.of_parameter for optimizers, _, _ in self._of_replicas)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for optimizers, weights, _ in self._of_replicas:
@@ -133,6 +134,9 @@ class OptimizerState(StatePart):
                 for owner, entry in _readings(name):
                     if owner in optimizers.of_parameter and weights.owns(owner) and not entry.startswith("group."):
                         parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
+                        saved = tensors.get(f"model.{owner}")
+                        if tensor.dim() and saved is not None and saved.dtype == tensor.dtype != parameter.dtype:
+                            tensor = tensor.to(parameter.dtype)  # the run goes on with weights of another dtype
                         key, value = _as_value(entry, tensor, parameter, optimizer.param_groups[number])
                         optimizer.state[parameter][key] = value
 

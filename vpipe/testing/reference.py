@@ -188,7 +188,8 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn)
     layers = _CallInside(reference.layers)
     stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
-                            start, 0.0 if recipe.extrapolation is None else
+                            start, {name: p.dtype for name, p in reference.parameters.items()},
+                            0.0 if recipe.extrapolation is None else
                             mean_delay(version_of, s, reference.widths, update_every, known))
               for s, width in enumerate(reference.widths)]
     reference.load(start.tensors, dict(chain.from_iterable(stage.factors.items() for stage in stages)))
@@ -345,7 +346,7 @@ def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], ob
              key: tuple[int, int, int], compress: Callable[[int, dict[str, Tensor]], None] = lambda *_: None,
              precision: ReferencePrecision = FP32) -> Tensor:
     """Run all layers in order, each under its own seed, and return the loss."""
-    tensors, device = precision.fields(fields), next(iter(fields.values())).device.type
+    tensors, device = precision.fields(fields, model.exact), next(iter(fields.values())).device.type
     for i, layer in enumerate(model.layers):
         compress(i, tensors)
         _seed(seed_of(*key, i))

@@ -1,13 +1,14 @@
 """Run a model on one device for the oracle, with separate buffers of replicas and separate copies of tied weights.
 
 A plain PyTorch program that shares nothing with the engine but the settings of a precision. In ``bf16`` and ``fp16``
-every layer runs under a ``torch.autocast`` of its own; in ``bf16_pure`` the layers and their inputs are bf16. In each
-of the three, a float32 tensor is rounded when a layer returns it, except for the loss, which is float32.
+every layer runs under a ``torch.autocast`` of its own; in ``bf16_pure`` the parameters of layers and their inputs are
+bf16, buffers as they were made. In each of the three, a float32 tensor is rounded when a layer returns it, except for
+the loss, which is float32, and trained parameters are float32, or have masters that are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,19 +42,31 @@ class ReferencePrecision(Precision):
                 f" under torch.autocast({dtype})" + " with loss scaling" * self.scaled)
 
     def round(self, modules: Iterable[nn.Module]) -> None:
-        """Round parameters and buffers in place, if this precision rounds them."""
-        if self.pure:
-            for module in map(rounded_module, modules):
-                for tensor in (*module.parameters(), *module.buffers()):
-                    set_data(tensor, self.weight(tensor.data))
+        """Give parameters the dtype in which layers compute: trained ones fp32 under autocast; with bf16 layers all
+        bf16. Running statistics and the parameters beside them are fp32; other buffers stay."""
+        for part in (part for module in map(rounded_module, modules) for part in module.modules()):
+            running = part._buffers.get("running_mean") is not None
+            for tensor in part.parameters(recurse=False) if not running else (
+                    *part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if self.dtype is None or tensor.dtype not in REAL[1:]:
+                    continue
+                if running or (self.autocasts and tensor.requires_grad):
+                    set_data(tensor, tensor.data.float())
+                elif self.pure:
+                    set_data(tensor, tensor.data.to(self.dtype))
 
     def weight(self, master: Tensor) -> Tensor:
         """Return a weight as a layer computes with it."""
         return self._rounded(master) if self.pure else master
 
-    def fields(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the fields of a batch as layers read them."""
-        return {name: self.weight(value) for name, value in batch.items()}
+    def kept(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which a tensor of a model, as it was built, is trained and saved."""
+        return torch.promote_types(tensor.dtype, torch.float32) if (
+            self.dtype is not None and tensor.requires_grad and tensor.dtype in REAL) else tensor.dtype
+
+    def fields(self, batch: Mapping[str, Tensor], exact: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return the fields of a batch as layers read them, with bf16 layers rounded but for those named."""
+        return {name: value if name in exact else self.weight(value) for name, value in batch.items()}
 
     def outputs(self, names: Sequence[str], call: Callable[[], object], device: str = "cpu",
                 carried: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -74,6 +87,8 @@ class ReferencePrecision(Precision):
 
 FP32 = ReferencePrecision()
 
+REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class ReferenceModel:
     """All layers of a model, with separate buffers per replica and separate copies of weights tied across stages.
@@ -88,7 +103,7 @@ class ReferenceModel:
     Attributes:
         layers: modules, in order.
         parameters: trainable ones by ``"<layer>.<parameter>"``, tied ones once, under the first name.
-        masters: the parameters that an optimizer steps: ``parameters``, or float32 copies where those are rounded.
+        masters: the parameters that an optimizer steps: ``parameters``, or copies in float32 where those are rounded.
         owners: copy of a tied weight -> its parameter, in the order of the stages. A stage that borrows a weight has
             one copy of it, called ``"<parameter>@<stage>"``.
         stage_of: parameter or copy -> its stage.
@@ -107,8 +122,9 @@ class ReferenceModel:
         self._stage = [spec.index for spec in specs for _ in spec.layers]
         self.parameters = self._trainable()
         self.masters = self.parameters if not precision.pure else {
-            name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
-        self._dtypes = {name: value.dtype for name, value in self._module_tensors().items()}
+            name: nn.Parameter(p.detach().to(precision.kept(p), copy=True)) for name, p in self.parameters.items()}
+        self._dtypes = {name: precision.kept(value) for name, value in self._module_tensors().items()
+                        if isinstance(value, nn.Parameter)}
         precision.round(self.layers)
         copies = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()
                   if target in self.parameters}
@@ -191,14 +207,14 @@ class ReferenceModel:
         self._swap_buffers(microbatch)
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of unrounded parameters and replica 0's buffers, named as in ``Pipeline.state_dict``, in the
-        dtypes that they had before rounding."""
-        return {name: self.masters.get(name, value).detach().to(self._dtypes[name], copy=True)
+        """Return copies of unrounded parameters and replica 0's buffers, named as in ``Pipeline.state_dict``, frozen
+        ones in the dtypes that they had before rounding."""
+        return {name: self.masters.get(name, value).detach().to(self._dtypes.get(name, value.dtype), copy=True)
                 for name, value in self._module_tensors().items()}
 
     def _module_tensors(self) -> dict[str, Tensor]:
-        return {f"{layer.name}.{name}": value for layer in self._model.layers
-                for name, value in self._modules[layer.name].state_dict().items() if name not in layer.ties}
+        return {f"{layer.name}.{name}": value for layer in self._model.layers for name, value in
+                self._modules[layer.name].state_dict(keep_vars=True).items() if name not in layer.ties}
 
     @torch.no_grad()
     def _swap_buffers(self, microbatch: int) -> None:
@@ -235,4 +251,6 @@ def compiled_model(model: Model, backend: str) -> Model:
         compile_layers([module], backend)
         return module
 
-    return Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch, model.labels)
+    made = Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch, model.labels)
+    made.exact = model.exact
+    return made

@@ -382,13 +382,13 @@ class TrainingRecipe:
 
     @staticmethod
     def _clip(parameters: list[Tensor], clip: float) -> float:
-        """Clip as plain PyTorch does, and return the norm; on a device, add up the norms of gradients on the host.
+        """Clip as plain PyTorch does, and return the norm; add up the norms of gradients on the host, in their order.
 
-        A pipeline adds them up there, as they come from several devices. A device has another order of its own, with
-        another last bit.
+        A pipeline adds them up so, as they come from several devices. A device has another order of its own, and torch
+        has one for parameters of several dtypes, with another last bit.
         """
         norms, plain = [_norm(p.grad) for p in parameters if p.grad is not None], not any(map(_is_dtensor, parameters))
-        if not norms or (plain and norms[0].device.type == "cpu"):
+        if not norms or (plain and norms[0].device.type == "cpu" and len({norm.dtype for norm in norms}) == 1):
             return float(nn.utils.clip_grad_norm_(parameters, clip))
         norm = torch.linalg.vector_norm(torch.stack(norms).cpu())
         nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=None if plain else False)
@@ -466,6 +466,7 @@ class StageVersions:
         every: microbatches of an update per replica.
         width: replicas.
         rate: learning rate relative to that of the first stage.
+        dtypes: of the weights that layers compute with, by parameter.
         delay: mean delay of its gradients, in updates.
 
     Attributes:
@@ -476,9 +477,9 @@ class StageVersions:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], registered: TrainingRecipe, every: int, width: int,
-                 rate: float, start: InitialState, delay: float = 0.0) -> None:
+                 rate: float, start: InitialState, dtypes: Mapping[str, torch.dtype], delay: float = 0.0) -> None:
         self.parameters, self.span, self.seen, self.labels, self.first = parameters, every * width, 0, 0, 0
-        self._recipe, self._every, self._rate = registered, every, rate
+        self._recipe, self._every, self._rate, self._dtypes = registered, every, rate, dtypes
         self.optimizers = registered.optimizers(parameters, start)
         self.scale = ReferenceLossScale.create(registered.precision, start.tensors)
         self._versions: list[dict[str, Tensor]] = []
@@ -516,5 +517,5 @@ class StageVersions:
 
     def keep_version(self) -> None:
         """Keep the weights as the latest version; at first those that training begins with."""
-        self._versions.append({name: self._recipe.precision.weight(p.detach()).clone()
+        self._versions.append({name: p.detach().to(self._dtypes[name], copy=True)
                                for name, p in self.parameters.items()})
