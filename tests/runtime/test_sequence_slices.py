@@ -72,9 +72,13 @@ class Sums(nn.Module):
         return output if carried is None else (output, sums[:, -1:])
 
 
+def is_label(labels: Tensor) -> Tensor:
+    return labels != Model.NO_LABEL
+
+
 class SquareError(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        there = labels != Model.NO_LABEL
+        there = is_label(labels)
         return ((x.sum(-1) - labels).square() * there).sum() / there.sum().clamp(min=1)
 
 
@@ -109,7 +113,7 @@ def test_equals_whole_sequences_where_nothing_rounds(words: dict[str, Any]) -> N
                    Layer("dropout", Checkpointed, ("x",), ("x",), carried=()),
                    Layer("sums1", Sums, ("x",), ("x",), carried=("sums",)),
                    Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())],
-                  batch=("field", "labels"), labels="labels")
+                  batch=("field", "labels"), labels="labels", label_weights=is_label)
     random = torch.Generator().manual_seed(4)
     batch = {"field": torch.randint(-1, 2, (4, 8, 3), generator=random).double(),
              "labels": torch.randint(5, (4, 8), generator=random)}
@@ -134,7 +138,8 @@ def test_places_go_on_from_slice_to_slice_where_tokens_are_carried() -> None:
     exec(page[page.index("def forward(self, ids, carried=None):"):].partition("```")[0], made)
     embed = type("Placed", (Embed,), {"forward": made["forward"]})
     model = Model([Layer("embed", embed, ("ids",), ("x",), carried=("before",)),
-                   Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())], ("ids", "labels"), "labels")
+                   Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())], ("ids", "labels"), "labels",
+                  is_label)
     batch = {"ids": torch.arange(32).reshape(4, 8) * 3 % 8, "labels": torch.arange(32).reshape(4, 8)}
     same_in_slices(model, batch, 4, stages=2)
 
@@ -243,7 +248,7 @@ def test_what_slices_have_in_common_counts_once() -> None:
     """Keys of one to six tokens are saved by the slices that made them, and are what the next ones began with."""
     model = Model([Layer("weighted", Weighted, ("field",), ("x",), carried=("keys",)),
                    Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())],
-                  batch=("field", "labels"), labels="labels")
+                  batch=("field", "labels"), labels="labels", label_weights=is_label)
     pipe = pipeline_of(model, stages=2, schedule="gpipe", slices=3, microbatches=1)
     recorder = pipe.record()[0]
     list(pipe.train([{"field": torch.ones(2, 6, 3), "labels": torch.ones(2, 6)}]))

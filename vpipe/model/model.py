@@ -39,6 +39,7 @@ from vpipe.model.sequential import (
     check_sequential,
     check_unchanged,
     copy_module,
+    is_mean_of_labels,
     shared_modules,
     shared_parameters,
 )
@@ -52,9 +53,11 @@ class Model:
     The last layer must write the tensor called ``loss``: the mean loss of the samples it was given, a scalar.
 
     Args:
-        labels: a field that the last layer reads, if the loss is the mean over its entries that are not
-            :attr:`NO_LABEL`, of which samples have different numbers. An evaluation is then the mean over all of them.
-            In training an update weights its microbatches alike, unless :class:`~vpipe.Update` says ``per_token_loss``.
+        labels: a field that the last layer reads, if the loss is a mean over its entries, of which samples have
+            different numbers. An evaluation is then the mean over all of them. In training an update weights its
+            microbatches alike, unless :class:`~vpipe.Update` says ``per_token_loss``.
+        label_weights: labels of a microbatch -> the weight of each in that mean, 0 where it is left out. None: as
+            torch's loss in the last layer has them, which is looked at; any other loss is refused then.
     """
 
     exact: frozenset[str] = frozenset()
@@ -63,14 +66,19 @@ class Model:
     NO_LABEL = -100
     """Label of a token after which there is none to learn."""
 
-    def __init__(self, layers: Iterable[Layer], batch: Sequence[str], labels: str | None = None) -> None:
+    def __init__(self, layers: Iterable[Layer], batch: Sequence[str], labels: str | None = None,
+                 label_weights: Callable[[Tensor], Tensor] | None = None) -> None:
         self.layers, self.batch = _checked(layers, batch)
-        self.labels = labels
+        self.labels, self.label_weights = labels, label_weights
         self._check: Callable[[], object] = tuple  # that what the layers copy is what it was when they were made
         problems = list(_problems(self.layers, self.batch))
         if labels is not None and (labels not in self.batch or labels not in self.layers[-1].inputs):
             problems.append(Problem(f"the labels of the model are {shown(labels)}, which is no field of the batch that "
                                     "the last layer reads", nearest(str(labels), list(self.batch))))
+        if label_weights is not None and (labels is None or not callable(label_weights)):
+            problems.append(Problem(f"label_weights is {shown(label_weights)}, and labels {shown(labels)}",
+                                    "name the field, and give a function of its values: labels='labels', "
+                                    "label_weights=lambda labels: labels != -100"))
         if problems:
             raise UserError.all_of(problems)
 
@@ -83,7 +91,8 @@ class Model:
 
         A pipeline trains copies of the children and of the loss, as they are when it is built; ``modules`` stays
         untrained: ``modules.load_state_dict(pipe.state_dict())``. ``loss(output, target)`` joins the last child; a
-        function is not copied (docs/given.md).
+        function is not copied (docs/given.md). The targets are the labels of the model, if the loss is
+        ``nn.CrossEntropyLoss`` or ``nn.NLLLoss``.
         A parameter that several children share, or a child that stands in several places, becomes tied. A module with
         buffers that stands in several places (a batch normalisation) must have them all in one stage. Raises UserError
         when they are something else; there is no child; one is lazy or scripted; a function in it, or the loss, holds a
@@ -106,7 +115,7 @@ class Model:
             source = "h"
         layers.append(Layer(last, partial(copy_module, children[last], loss), (source, "target"), (LOSS, "output"),
                             ties[last], shared[last]))
-        model = cls(layers, batch=("input", "target"))
+        model = cls(layers, batch=("input", "target"), labels="target" if is_mean_of_labels(loss) else None)
         model.exact = frozenset({"target"})
         model._check = partial(check_unchanged, modules, children, ties, shared)
         return model
@@ -118,7 +127,7 @@ class Model:
         ``<layer>.``. Raises UserError where one is in no layer, or its weight is tied.
         """
         self._check()
-        made = Model(adapted(self.layers, self.ties, config), self.batch, self.labels)
+        made = Model(adapted(self.layers, self.ties, config), self.batch, self.labels, self.label_weights)
         made.exact = self.exact
         return made
 

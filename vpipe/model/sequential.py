@@ -74,6 +74,11 @@ def _loss_of(module: WithLoss) -> Loss:
     return loss
 
 
+def is_mean_of_labels(loss: object) -> bool:
+    """Return whether a module is a loss of torch's that is divided by the weights of its labels."""
+    return type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss) and loss.reduction == "mean"  # type: ignore[attr-defined]
+
+
 def loss_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a layer's loss that must be saved beside its state, by name."""
     if not isinstance(module, WithLoss) or not isinstance(loss := _loss_of(module), nn.Module):

@@ -81,6 +81,7 @@ class Record:
         carried: to the next slice, by name, after the forward; their gradients before the backward.
         carried_gradients: of what the slice before has carried here, after the backward.
         weight_grads: between the halves, of the spans in the order of backward.
+        weightless: whether the loss counts for nothing, so that all gradients are 0, also where the backward has NaN.
     """
 
     spans: list[SpanActivations]
@@ -92,6 +93,7 @@ class Record:
     carried: dict[str, Tensor] = field(default_factory=dict)
     carried_gradients: dict[str, Tensor] = field(default_factory=dict)
     weight_grads: list[WeightGradStore] = field(default_factory=list)
+    weightless: bool = False
 
 
 def forward_without_activations(effects: SideEffects,

@@ -29,6 +29,7 @@ from vpipe.runtime.build_workers import build_stages, build_workers
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.delay_correction import describe_other_factors
 from vpipe.runtime.interpreter import Interpreter, Interrupts, RankPrograms, RunningSegment
+from vpipe.runtime.label_weights import CLASSES_ALIKE, ClassWeights, LossCheck, Weigh
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
@@ -69,7 +70,9 @@ class Engine:
 
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
                  world: DeviceMap) -> None:
-        self._description, self._fields, self._labels = description, model.batch, model.labels
+        self._description, self._fields = description, model.batch
+        self._labels, self._label_weights = model.labels, model.label_weights
+        self._last_layer, self._losses_checked = model.layers[-1], False
         self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
         distributed = len(world.lanes.own) > 1
         check_slices(model, description, schedule.slices)
@@ -429,7 +432,7 @@ class Engine:
         self._compare_replicas()
         self.drain()
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
-        labels: dict[int, list[float]] = {rank: [] for rank in losses}
+        weights: list[float] = []  # of the labels, where the last stage is
         samples: list[int] = []
         # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
@@ -448,11 +451,8 @@ class Engine:
                 if loader.error is not None:
                     break
                 assignment = Assignment(self._placement, end - first, True, partial(gt, end - first))
-                if (name := self._labels) is not None:
-                    last = len(self._placement) - 1
-                    for rank, counts in labels.items():
-                        counts += read_at_once([loader.labelled(first + i, name) for i in
-                                                assignment.taken(range(end - first), last, rank)])
+                if loader.labels is not None:
+                    weights += [loader.counts.pop(number)[0] for number in range(first, end)]
                 segment = Segment(loader, first, 0, 0, assignment, training=False)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
@@ -469,7 +469,8 @@ class Engine:
         gather = partial(self._results.gather, microbatches=range(len(samples)), exchange=self.collectives.exchange,
                          assignment=replace(self.schedule.assignment, slices=1))
         in_order = gather(losses)
-        weights: list[float] = list(samples) if self._labels is None else gather(labels)
+        weights = list(samples) if self._labels is None else self.collectives.exchange.from_rank(
+            weights, self._placement[-1][0])
         # The loss of a microbatch without a label may be NaN: it does not count.
         total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True) if size), sum(weights)
         self._interpreter.finish()
@@ -537,15 +538,30 @@ class Engine:
             return 0 if number < 0 else sum(assignment.rank_of(stage, number) == rank for stage, rank in here)
 
         used = {name for stage in self.local_stages for name in stage.spec.fields}
+        counted = self._counted if training and slices == 1 else self._labels
+        weigh = CLASSES_ALIKE if counted is None else self._weigh(counted)
+        if not training and len(self._placement) - 1 not in (stage for stage, _ in here):
+            counted = None  # the last stage has them
         comparison = next((worker.comparison for worker in self.workers.values()), None)
         lanes = None if self._lane_comparison is None else partial(
             self._lane_comparison.compare, evaluation or "training")
         return MicrobatchLoader(batches, self._description.microbatches, self._fields, uses, used,
                                 self._device if self.schedule.stream or not training else None, comparison, lanes,
-                                (self._labels if slices > 1 else self._counted) if training else None,
-                                self._over_lanes, slices=slices, by_label=self._counted is not None, equal=training)
+                                counted, weigh, self._over_lanes if training else list, slices=slices,
+                                by_label=not training or self._counted is not None, equal=training)
 
-    def _over_lanes(self, numbers: list[int]) -> list[int]:
+    def _weigh(self, labels: str) -> Weigh:
+        """Return how much each label counts, as the model says or now its loss; let the first losses be checked."""
+        last = [stage for stage in self.local_stages if stage.spec.index == len(self._placement) - 1]
+        weigh = self._label_weights or ClassWeights.shared([stage.modules[stage.spec.layers[-1]] for stage in last],
+                                                           self.collectives.job)
+        for stage in () if self._losses_checked else last:
+            stage.loss_checks = [LossCheck(self._last_layer, labels, weigh, self._label_weights is not None)
+                                 for _ in range(self._description.microbatches)]
+        self._losses_checked = True
+        return weigh
+
+    def _over_lanes(self, numbers: list[float]) -> list[float]:
         """Return the sums of numbers over the lanes that read batches of their own."""
         if len(self._lanes.averaged) == 1:
             return numbers

@@ -14,7 +14,7 @@ from torch import Tensor
 from vpipe import accelerator
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError, counted
-from vpipe.model.model import Model
+from vpipe.runtime.label_weights import CLASSES_ALIKE, Weigh
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
@@ -88,6 +88,7 @@ class MicrobatchLoader:
         comparison: with the batches of other ranks; None where there are none.
         lanes: comparison with the batches of other lanes; None where there are none.
         labels: the field whose labels are counted, of every microbatch; None: none are.
+        weigh: returns how much each of such labels counts.
         over_lanes: returns the sums of such numbers over the lanes that read batches of their own.
         slices: into how many parts a microbatch is cut along dimension 1; ``labels`` are then needed.
         by_label: with slices, whether these count by their labels as microbatches do without. Else microbatches count
@@ -109,11 +110,13 @@ class MicrobatchLoader:
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  uses: Callable[[int], int], used: Collection[str] = (), copy_to: torch.device | None = None,
                  comparison: BatchChecker | None = None, lanes: CompareLanes | None = None, labels: str | None = None,
-                 over_lanes: Callable[[list[int]], list[int]] = list, *, slices: int = 1, by_label: bool = True,
+                 weigh: Weigh = CLASSES_ALIKE, over_lanes: Callable[[list[float]], list[float]] = list, *,
+                 slices: int = 1, by_label: bool = True,
                  equal: bool = True) -> None:
         self.batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._used, self._copy_to, self._comparison = used, copy_to, comparison
         self._equal, self._lanes, self.labels, self._over_lanes = equal, lanes, labels, over_lanes
+        self._weigh = weigh
         self.slices, self._by_label = slices, by_label
         self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
@@ -158,7 +161,8 @@ class MicrobatchLoader:
         if self._comparison is not None:
             self.checksums[number] = self._comparison.checksums(fields)
         if self.labels is not None:
-            own = [int(labels) for labels in torch.stack(list(map(_labelled, self._cut(fields[self.labels])))).tolist()]
+            own = torch.stack([torch.as_tensor(self._weigh(labels)).sum(dtype=torch.float64)
+                               for labels in self._cut(fields[self.labels])]).tolist()
             counts = self._shares(own) if not self._by_label else zip(own, self._over_lanes(own), strict=True)
             self.counts |= zip(range(first, first + microbatches), counts, strict=True)
         if uses:
@@ -181,7 +185,7 @@ class MicrobatchLoader:
             return microbatches
         return [part for microbatch in microbatches for part in microbatch.tensor_split(self.slices, dim=1)]
 
-    def _shares(self, labels: Sequence[int]) -> Iterator[tuple[float, float]]:
+    def _shares(self, labels: Sequence[float]) -> Iterator[tuple[float, float]]:
         """Yield how much each slice counts, from the labels of each; a microbatch counts 1 with its last slice."""
         [lanes] = self._over_lanes([1])
         for i, own in enumerate(labels):
@@ -231,11 +235,6 @@ class MicrobatchLoader:
             return None
         _, number, within = self._locate(microbatch)
         return self._open[number].slices[within]
-
-    def labelled(self, microbatch: int, name: str) -> Tensor:
-        """Return the number of entries with a label in a field of a microbatch whose batch is still in use."""
-        _, number, within = self._locate(microbatch)
-        return _labelled(self._open[number].chunks[within][name])
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""
@@ -327,10 +326,6 @@ class MicrobatchLoader:
         if (length := next(iter(tokens.values()))) < self.slices:
             raise UserError(f"sequences of {counted(length, 'token')} cannot be cut into {self.slices} slices",
                             hint=f"use at most {counted(length, 'slice')}, or longer sequences")
-
-
-def _labelled(labels: Tensor) -> Tensor:
-    return (labels != Model.NO_LABEL).sum()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.model.layer import Layer, seed_of
+from vpipe.model.layer import LOSS, Layer, seed_of
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
 from vpipe.runtime.activations import (
@@ -30,6 +30,7 @@ from vpipe.runtime.activations import (
     forward_without_activations,
     recompute_span,
 )
+from vpipe.runtime.label_weights import LossCheck
 from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
 from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded
 from vpipe.runtime.side_effects import Aliases, SideEffects, alias
@@ -58,6 +59,7 @@ class Stage(StageLayers):
         kept_around: inputs that another rank has had before and reads after this stage, so that no layer may change
             them in place.
         measured: whether a layer is measured by itself, before there are cuts.
+        loss_checks: of the last layer, one for each of the next microbatches.
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
@@ -75,6 +77,7 @@ class Stage(StageLayers):
         self._exact = model.exact
         self._unread: Sequence[str] = spec.fields  # of which no rounding was looked at
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
+        self.loss_checks: list[LossCheck] = []
         self.kept_around: set[str] = set()
         self.measured, self._layers = False, model.layers
         self._spans = list(self._cut_into_spans(model, recomputed))
@@ -289,12 +292,13 @@ class Stage(StageLayers):
                 its outputs, in the precision that it has there, as within a whole sequence.
         """
         keywords = NO_KEYWORDS if past is None else {"carried": past}
+        call = partial(self.loss_checks.pop(), module) if self.loss_checks and LOSS in layer.outputs else module
         try:
             if self._autocast is None:
-                result = module(*arguments, **keywords)
+                result = call(*arguments, **keywords)
             else:
                 with self._autocast:
-                    result = module(*arguments, **keywords)
+                    result = call(*arguments, **keywords)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise self._in_place_error(layer.name) from error
@@ -396,10 +400,10 @@ class Stage(StageLayers):
             returned = self.backward_input(record, gradients)
             self.backward_weight(record)
             return returned
-        with self._added_at_once() if self._shared else NOTHING:
+        with self._added_at_once(record.weightless) if self._shared or record.weightless else NOTHING:
             for span in reversed(self._spans):
                 gradients, _ = self._backward_span(span, record, gradients)
-        return self._input_gradients(gradients)
+        return self._input_gradients(gradients, record)
 
     def backward_input(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """Run the input half of a backward: as :meth:`backward`, but without the parameters' gradients.
@@ -418,14 +422,14 @@ class Stage(StageLayers):
             store.end(now)
             record.weight_grads.append(store)
         record.fields = {}
-        return self._input_gradients(gradients)
+        return self._input_gradients(gradients, record)
 
     def backward_weight(self, record: Record) -> None:
         """Run the weight half of a backward, after :meth:`backward_input`: parameters accumulate their gradients.
 
         The gradients are those of a whole backward at this place. The record is used up.
         """
-        with self._added_at_once():
+        with self._added_at_once(record.weightless):
             while record.weight_grads:
                 try:
                     record.weight_grads.pop(0).accumulate()
@@ -445,16 +449,21 @@ class Stage(StageLayers):
                 saved.graph = self._recompute_span(span, saved, record)
 
     @contextmanager
-    def _added_at_once(self) -> Iterator[None]:
-        """Add the sum of several spans' gradients of a parameter at once, as one backward of a whole graph does."""
+    def _added_at_once(self, weightless: bool) -> Iterator[None]:
+        """Add the sum of several spans' gradients of a parameter at once, as one backward of a whole graph does; zeros
+        for all parameters where a loss counts for nothing."""
         with ExitStack() as stack:
-            for weights, names in self._shared:
+            for weights, names in ((each, each.names) for each in self.all_weights) if weightless else self._shared:
                 leaves = dict(zip(weights.names, weights.graded(), strict=True))
-                stack.enter_context(added_at_once([leaves[name] for name in names]))
+                stack.enter_context(added_at_once([leaves[name] for name in names], weightless))
             yield
 
-    def _input_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        return [contiguous(gradients[name]) for name in self.spec.inputs if name in gradients]
+    def _input_gradients(self, gradients: Mapping[str, Tensor], record: Record) -> list[Tensor]:
+        returned = [contiguous(gradients[name]) for name in self.spec.inputs if name in gradients]
+        if record.weightless:
+            record.carried_gradients = {name: torch.zeros_like(t) for name, t in record.carried_gradients.items()}
+            return list(map(torch.zeros_like, returned))
+        return returned
 
     def _backward_span(self, span: Span, record: Record,
                        gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightGradStore | None]:

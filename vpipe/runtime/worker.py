@@ -362,7 +362,7 @@ class Worker:
     def backward(self, stage_index: int, microbatch: int) -> None:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
         gradients = self.output_gradients(stage_index, microbatch, record)
-        with self.completing(stage_index, microbatch, whole=not record.split):
+        with self.completing(stage_index, microbatch, whole=not (record.split or record.weightless)):
             returned = stage.backward(record, gradients)
         stage.unpin(record.pins)
         self._give_back(stage_index, microbatch, record)
@@ -408,6 +408,10 @@ class Worker:
         if record.slice is not None:
             record.carried = self._carried_gradients.pop((stage_index, microbatch), {})
         if stage_index == self.last_stage:
+            if not self.segment.weight(microbatch):
+                if record.carried:  # the slice is needed by the next one alone
+                    return {}
+                record.weightless = True
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler.value
             share = torch.full_like(loss, self._share(microbatch, scale))

@@ -39,6 +39,7 @@ from vpipe.testing.reference_optimizer import (
     TrainingRecipe,
     Turn,
     Versions,
+    label_weights,
     mean_delay,
     optimizer_tensors,
     version_rule,
@@ -118,7 +119,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
         losses, shares, number = [], [], update + start.microbatches // recipe.microbatches
         parts = list(_microbatches(batch, recipe.microbatches, recipe.device))
         weights = list(map(recipe.weight, parts))
-        whole = recipe.microbatches if recipe.labels is None else sum(filter(None, weights)) or 1
+        whole: float = recipe.microbatches if recipe.labels is None else sum(filter(None, weights)) or 1
         if measured:
             run.states.append(InitialState(start.steps + update, start.microbatches + update * recipe.microbatches,
                                            tensors=tensors()))
@@ -127,9 +128,13 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
                 with reference.replica(m):
                     made = _run_slices(model, reference, fields, weights[m], (recipe.seed, number, m), recipe)
                     for piece in reversed(made):
+                        carried = [(tensor, g) for tensor, g in piece.carried(made) if g is not None]
                         with piece.told():  # as _CallInside says
-                            recipe.backward(piece.loss, whole, scale, piece.weight, piece.carried(made))
-                        sums.add(m, _pop_gradients(parameters | copies), piece.number)
+                            recipe.backward(piece.loss, whole, scale, piece.weight, carried)
+                        weight = None if carried else piece.weight
+                        for name, gradient in _pop_gradients(piece.past, weight).items():
+                            piece.past[name].grad = gradient
+                        sums.add(m, _pop_gradients(parameters | copies, weight), piece.number)
                 losses += [piece.loss.detach() for piece in made]
                 shares += [piece.weight for piece in made]
                 continue
@@ -139,7 +144,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
                                 precision)
                 recipe.backward(loss, whole, scale, weights[m])
             losses.append(loss.detach())
-            sums.add(m, _pop_gradients(parameters | copies))
+            sums.add(m, _pop_gradients(parameters | copies, weights[m]))
         if measured:
             run.roundings.append(sums.pop_roundings() / (1.0 if scale is None else scale.value))
         result = recipe.apply(sums.pop(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
@@ -198,7 +203,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     round_of_all = update_every * math.lcm(*reference.widths)
     run, empty = ReferenceRun(), start.microbatches  # the microbatch before which the pipeline was last empty
     losses: list[Tensor] = []  # of the step that is not complete yet
-    weights: list[int | None] = []  # likewise
+    weights: list[float | None] = []  # likewise
 
     def complete(ending: bool = False) -> None:
         """Make the updates and the step that have all their microbatches; with ``ending``, also incomplete ones."""
@@ -236,8 +241,8 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
 
         with reference.replica(i - empty):
             losses.append(functional_call(layers, used_weights, (microbatch,), tie_weights=False))
-        sums.add(i - empty, {name: leaf.grad for name, leaf in leaves.items()})
         weights.append(recipe.weight(fields))
+        sums.add(i - empty, _pop_gradients(leaves, weights[-1]))
         for stage in stages:
             stage.seen += 1
             stage.labels += weights[-1] or 0
@@ -262,13 +267,13 @@ def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         modules[layer.name].load_state_dict(own, strict=False)
     modules.eval()
-    total, samples = 0.0, 0
+    total, samples, weigh = 0.0, 0.0, label_weights(model, precision)
     with torch.no_grad():
         for batch in batches:
             for fields in _microbatches(batch, microbatches):
-                size = len(next(iter(fields.values())))
+                size: float = len(next(iter(fields.values())))
                 if model.labels is not None:
-                    size = int((fields[model.labels] != Model.NO_LABEL).sum())
+                    size = weigh(fields[model.labels])
                 loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
                                 precision=precision)
                 total, samples = total + (float(loss) * size if size else 0.0), samples + size
@@ -317,9 +322,9 @@ def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, labels: 
         labels: of the microbatch, where losses count by their labels; None: slices share one microbatch's loss.
     """
     cut = {name: tensor.tensor_split(recipe.slices, dim=1) for name, tensor in fields.items()}
-    assert model.labels is not None, "slices count by their labels"
     device = next(iter(fields.values())).device.type
-    counts = [int((part != Model.NO_LABEL).sum()) for part in cut[model.labels]]
+    assert model.labels is not None, "slices count by their labels"
+    counts = list(map(recipe.label_weights, cut[model.labels]))
     runs: list[_SliceRun] = []
     lengths = [part.shape[1] for part in cut[model.labels]]
     for j, start in enumerate(accumulate(lengths[:-1], initial=0)):
@@ -371,9 +376,10 @@ def _microbatches(batch: Batch, microbatches: int, device: torch.device | str = 
         yield dict(zip(parts, part, strict=True))
 
 
-def _pop_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """Return the gradients and reset them to None."""
-    gradients = {name: p.grad for name, p in parameters.items()}
+def _pop_gradients(parameters: Mapping[str, Tensor], weight: float | None = None) -> dict[str, Tensor | None]:
+    """Return the gradients and reset them to None; zeros where the loss has the weight 0, and may be NaN."""
+    gradients = {name: torch.zeros_like(p.grad) if weight == 0 and p.grad is not None else p.grad
+                 for name, p in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     return gradients

@@ -251,6 +251,7 @@ def compiled_model(model: Model, backend: str) -> Model:
         compile_layers([module], backend)
         return module
 
-    made = Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch, model.labels)
+    made = Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch, model.labels,
+                 model.label_weights)
     made.exact = model.exact
     return made

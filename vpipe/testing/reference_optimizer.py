@@ -32,8 +32,33 @@ CompressAtCut = Callable[[int, int, int, dict[str, Tensor]], None]
 """(microbatch of the run, microbatch since the pipeline was empty, layer, tensors): replace the inputs of that layer
 by what compression makes of them."""
 
+LabelWeights = Callable[[Tensor], float]
+
 Turn = Callable[[int, int, int], int]
 """(stage, microbatch, slice) -> the place of its gradient among those that a replica of the stage adds up."""
+
+
+def count_labels(labels: Tensor) -> float:
+    """Count the labels of a microbatch."""
+    return float((labels != Model.NO_LABEL).sum())
+
+
+def label_weights(model: Model, precision: ReferencePrecision = FP32) -> LabelWeights:
+    """Return how much the labels of a microbatch count in the loss of a model."""
+    if (said := model.label_weights) is not None:
+        return lambda labels: float(said(labels).double().sum())
+    last = None if model.labels is None else model.layers[-1].materialize(len(model) - 1, 0)
+    if last is None or not (losses := [part for part in last.modules()
+                                       if isinstance(part, (nn.CrossEntropyLoss, nn.NLLLoss))]):
+        return count_labels
+    precision.round([last])
+    weight, ignored = losses[0].weight, losses[0].ignore_index
+
+    def weigh(labels: Tensor) -> float:
+        counted = labels[labels != ignored]
+        return float(len(counted) if weight is None or labels.is_floating_point() else weight.double()[counted].sum())
+
+    return weigh
 
 
 def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
@@ -291,6 +316,7 @@ class TrainingRecipe:
         extrapolation: strength of the extrapolation over the delay of a stage; None without one.
         labels: the field whose labels say how much each microbatch of an update counts; None: all count the same.
         slices: into how many parts the sequences of a microbatch are cut.
+        label_weights: labels of a microbatch -> their weight.
     """
 
     optimizer: MakeOptimizer
@@ -306,6 +332,7 @@ class TrainingRecipe:
     extrapolation: float | None = None
     labels: str | None = None
     slices: int = 1
+    label_weights: LabelWeights = count_labels
 
     def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
         """Create the optimizers of some parameters, in their initial state."""
@@ -316,20 +343,22 @@ class TrainingRecipe:
             start.load_optimizer(optimizer, parameters)
         return optimizers
 
-    def weight(self, fields: Mapping[str, Tensor]) -> int | None:
-        """Return the labels of a microbatch; None where they are not counted."""
-        return None if self.labels is None else int((fields[self.labels] != Model.NO_LABEL).sum())
+    def weight(self, fields: Mapping[str, Tensor]) -> float | None:
+        """Return the weight of the labels of a microbatch; None where they are not counted."""
+        return None if self.labels is None else self.label_weights(fields[self.labels])
 
-    def backward(self, loss: Tensor, parts: int, scale: ReferenceLossScale | None = None,
-                 weight: float | None = None, carried: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
+    def backward(self, loss: Tensor, parts: float, scale: ReferenceLossScale | None = None,
+                 weight: float | None = None, carried: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Run backward of a share of the mean loss; with ``skip`` a non-finite loss makes every gradient NaN.
 
         Args:
             weight: how many of the ``parts`` a microbatch is; None: one.
             carried: what a slice has given to the next one, with the gradients.
         """
-        others, gradients = [t for t, gradient in carried if gradient is not None], [
-            gradient for _, gradient in carried if gradient is not None]
+        others, gradients = [tensor for tensor, _ in carried], [gradient for _, gradient in carried]
+        if weight == 0 and others:  # nothing of the loss, which may be NaN
+            torch.autograd.backward(others, gradients)
+            return
         lost = torch.full_like(loss, math.nan) if self.skip and weight != 0 and not loss.isfinite() else None
         if scale is None:
             torch.autograd.backward([loss / parts if weight is None else loss * (weight / parts), *others],
@@ -471,14 +500,14 @@ class StageVersions:
 
     Attributes:
         span: microbatches of an update, over all replicas.
-        seen, labels: microbatches since the last update, and their labels where they are counted.
+        seen, labels: microbatches since the last update, and the weight of their labels where they are counted.
         first: the latest version when the pipeline began to fill.
         scale: the factor of its gradients; None where losses are not scaled.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], registered: TrainingRecipe, every: int, width: int,
                  rate: float, start: InitialState, dtypes: Mapping[str, torch.dtype], delay: float = 0.0) -> None:
-        self.parameters, self.span, self.seen, self.labels, self.first = parameters, every * width, 0, 0, 0
+        self.parameters, self.span, self.seen, self.labels, self.first = parameters, every * width, 0, 0.0, 0
         self._recipe, self._every, self._rate, self._dtypes = registered, every, rate, dtypes
         self.optimizers = registered.optimizers(parameters, start)
         self.scale = ReferenceLossScale.create(registered.precision, start.tensors)
@@ -512,7 +541,7 @@ class StageVersions:
         made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
                                   self._recipe.factor(step) * self._rate, self.scale, self.extrapolation)
         self.keep_version()
-        self.seen, self.labels = 0, 0
+        self.seen, self.labels = 0, 0.0
         return not made.skipped
 
     def keep_version(self) -> None:

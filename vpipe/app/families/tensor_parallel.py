@@ -57,7 +57,7 @@ Plan = Mapping[str, Split]
 def parallel(model: Model, at: TensorMesh) -> Model:
     """Return the model with layers that are split when they are built."""
     return Model([replace(layer, build=partial(_split, layer.build, at)) for layer in model.layers], model.batch,
-                 model.labels)
+                 model.labels, model.label_weights)
 
 
 def _split(build: Callable[[], nn.Module], at: TensorMesh) -> nn.Module:

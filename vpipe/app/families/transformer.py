@@ -309,7 +309,12 @@ def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.
         smoothing: share of a label's probability that is spread evenly over all V tokens.
     """
     total = tp.cross_entropy(logits_bsv, labels_bs, Model.NO_LABEL, smoothing)
-    return total / (labels_bs != Model.NO_LABEL).sum().clamp(min=1)
+    return total / is_label(labels_bs).sum().clamp(min=1)
+
+
+def is_label(labels_bs: Tensor) -> Tensor:
+    """Return which tokens have a label."""
+    return labels_bs != Model.NO_LABEL
 
 
 class EmbeddingsAndAttention(nn.Module):
@@ -377,4 +382,4 @@ def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callabl
                             carried=of_mlp))
     layers.append(Layer("head", head, inputs=("h", "labels", *beside), outputs=("loss",), carried=(),
                         ties={"decoder.weight": TOKEN_EMBEDDINGS} if tied else {}))
-    return Model(layers, batch=("input_ids", *more, "labels"), labels="labels")
+    return Model(layers, batch=("input_ids", *more, "labels"), labels="labels", label_weights=is_label)

@@ -34,6 +34,7 @@ from vpipe.app.families.transformer import (
     Positive,
     TokenId,
     attention,
+    is_label,
     next_token_loss,
     weight_names,
 )
@@ -273,7 +274,8 @@ def translation(config: TranslationConfig, length: int | None = None) -> Model:
         layers.append(Layer(f"{name}.mlp", partial(TranslationMlp, config, config.inner("decoder"))))
     layers.append(Layer("head", partial(TranslationHead, config), inputs=("h", "labels"), outputs=("loss",),
                         ties={"decoder.weight": _TARGET} if config.tie_word_embeddings else {}))
-    return Model(layers, batch=("source_ids", "source_mask", "target_ids", "labels"), labels="labels")
+    return Model(layers, batch=("source_ids", "source_mask", "target_ids", "labels"), labels="labels",
+                 label_weights=is_label)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
