@@ -310,8 +310,8 @@ def test_a_frozen_weight_of_two_stages_changes_on_both(two: World) -> None:
     script = Script(True, frozen=True, stages=2)
     script.change("initialised", kept=True)
     with pytest.raises(UserError, match=re.escape(
-            "'embed.weight' changed between two batches; not trained, and tied to stage 1, which has a copy\nhint: change "
-            "it between two calls of train")):
+            "'embed.weight' changed between two batches; not trained, and tied to stage 1, which has a copy\nhint: "
+            "change it between two calls of train")):
         script.pipe.engine.workers[0].tied.exchange_latest(frozen=False)
 
 
