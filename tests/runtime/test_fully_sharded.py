@@ -35,10 +35,10 @@ MICROBATCHES = 4
 """Of a batch of all lanes together: it is cut into as many."""
 
 
-def divided(mesh: DeviceMesh) -> Model:
+def divided(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> Model:
     """The model without a tie, each layer with parameters divided by fully_shard."""
     def build(make: Any) -> nn.Module:
-        layer = make()
+        layer = make().to(dtype)
         return fully_shard(layer, mesh=mesh["dp"]) if any(True for _ in layer.parameters()) else layer
 
     model = untied_model()
@@ -161,6 +161,7 @@ def refused() -> list[str]:
         (divided(mesh), {}), (divided(mesh), {"data": "pp"}), (divided(mesh), {"data": "dp", "schedule": "pipedream"}),
         (Model([*half, *untied_model().layers[4:]], batch=("ids", "labels")), {"data": "dp"}),
         (divided(mesh), {"data": "dp", "precision": "bf16_pure"}),
+        (divided(mesh, torch.bfloat16), {"data": "dp", "precision": "bf16"}),
         (divided(mesh), {"data": "dp", "schedule": "dualpipe", "microbatches": 4})]
     errors = []
     for model, words in given:
@@ -181,4 +182,6 @@ def test_what_does_not_go_with_fully_shard_is_refused(world: World) -> None:
             "error: 'mix1.linear.weight' is not divided by fully_shard, but lanes train on batches of their own: each "
             "would have its own gradient",
             "error: precision is bf16_pure, and data is 'dp'",
+            "error: 'embed.word.weight' was torch.bfloat16 when fully_shard divided it, but precision 'bf16' trains "
+            "torch.float32",
             "error: stages have 2 replicas, and data is 'dp'"]
