@@ -237,6 +237,10 @@ def test_a_number_that_differs_between_stages_is_refused_wherever_it_is(case: st
         assert two.run(outcome, case=case, schedule=schedule) == [here, here]
 
 
+def test_what_all_stages_count_alike_is_right_where_a_stage_lacks_a_group() -> None:
+    assert [step.loss for step in pipeline(counted, 5).train(batches())] == plain(counted)[0]
+
+
 @pytest.mark.parametrize("case", ["counted", "ScheduleFreeAdamW", "Prodigy"])
 def test_two_processes_are_as_one(case: str, two: World) -> None:
     here = outcome(case=case)
