@@ -358,7 +358,7 @@ def pinned_bytes(count: int) -> torch.Tensor:
     """Return memory of the host that devices copy from and to by themselves."""
     import torch
 
-    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from vpipe.runtime.pipeline_schedule import prepare_schedule
 from vpipe.runtime.stage_optimizer import first_of
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
+from vpipe.runtime.surroundings import Surroundings
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import RegisteredSchedule
@@ -165,7 +166,9 @@ class Pipeline:
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every // schedule.slices
         self._streams = schedule.stream
-        self.engine = Engine(model, model.split(self.partition), schedule, description, world)
+        surroundings = Surroundings(world.own.type, description.precision.autocasts)
+        with surroundings.set_aside():
+            self.engine = Engine(model, model.split(self.partition), schedule, description, world, surroundings)
         self.lowered = self.engine.schedule
 
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | Pauses | None = None, *,
@@ -247,6 +250,8 @@ class Pipeline:
         afterwards: the next microbatches use the versions that they would use at the start of training.
         """
         _check_batches(batches)
+        if callable(outputs):
+            outputs = self.engine.surroundings.calling(outputs)
         wanted = None if outputs is None else Outputs(outputs, self.model)
         loss, found = self.engine.evaluate(batches, wanted, averaged)
         return loss if outputs is None else (loss, found)

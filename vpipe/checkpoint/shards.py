@@ -36,7 +36,7 @@ class HostBuffer:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._places: dict[str, Tensor] = {}
 
     def reserve(self, sizes: Iterable[int], pinned: bool) -> None:
@@ -65,7 +65,7 @@ class HostBuffer:
     def _allocate(self, count: int, pinned: bool) -> None:
         if count <= len(self._memory) and not (pinned and not self._memory.is_pinned()):
             return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before more is allocated
         if pinned:
             self._memory = accelerator.pinned_bytes(count)
             return

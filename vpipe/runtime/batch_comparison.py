@@ -256,7 +256,7 @@ class BatchComparison:
     @property
     def _kind(self) -> str:
         """Return the kind of message about a batch."""
-        return "training batch" if self._segment.training else f"{self.evaluation} batch"
+        return named("training" if self._segment.training else self.evaluation, self._segment.autocast) + " batch"
 
     def _compare_with(self, peer: int, microbatch: int) -> None:
         """Compare a microbatch's batch with that of a rank before this one, unless that was done."""
@@ -310,6 +310,11 @@ class BatchComparison:
         posted = self._posted[peer]
         (message,) = self._transport.receive(peer, posted.popleft() if posted else self._post(peer))
         return from_bytes(message)
+
+
+def named(call: str, autocast: torch.dtype | None) -> str:
+    """Name a call with the autocast that its rank has around it."""
+    return call if autocast is None else f"{call} under torch.autocast({autocast}),"
 
 
 class LaneComparison:

@@ -71,15 +71,15 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, among: Sequenc
 
     if dist.get_rank() != source:
         with PeerTransfer(source, doing, timeout_s):
-            size = transfer(torch.empty(1, dtype=torch.int64), dist.irecv, source)
-            text = transfer(torch.empty(int(size), dtype=torch.uint8), dist.irecv, source)
-            return {name: transfer(torch.empty(shape, dtype=getattr(torch, dtype)), dist.irecv, source)
+            size = transfer(torch.empty(1, dtype=torch.int64, device="cpu"), dist.irecv, source)
+            text = transfer(torch.empty(int(size), dtype=torch.uint8, device="cpu"), dist.irecv, source)
+            return {name: transfer(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"), dist.irecv, source)
                     for name, shape, dtype in from_bytes(text)}
     shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     text = as_bytes([[name, t.shape, str(t.dtype).removeprefix("torch.")] for name, t in shared.items()])
     for peer in (other for other in among if other != source):
         with PeerTransfer(peer, doing, timeout_s):
-            for tensor in (torch.tensor([text.numel()]), text, *shared.values()):
+            for tensor in (torch.tensor([text.numel()], device="cpu"), text, *shared.values()):
                 transfer(tensor, dist.isend, peer)
     return {name: t.clone() for name, t in shared.items()}
 
@@ -93,7 +93,7 @@ def clock_offset() -> float:
     Raises:
         RunError: a rank did not answer in the process group's time, or is gone.
     """
-    time_s, group = torch.zeros(1, dtype=torch.float64), control_group()
+    time_s, group = torch.zeros(1, dtype=torch.float64, device="cpu"), control_group()
     if dist.get_rank() == 0:
         for peer in range(1, dist.get_world_size()):
             with PeerTransfer(peer, "comparing clocks"):
@@ -147,7 +147,7 @@ class Collectives:
                     own = own if companion is None else companion.view(own)
                 own = {name: whole(tensor) for name, tensor in own.items()}
                 if here is not None and replica == 0:  # all names, in their order; other replicas fill them in
-                    own = {name: own.get(name, torch.empty(0)) for name in here.state()}
+                    own = {name: own.get(name, torch.empty(0, device="cpu")) for name in here.state()}
                 shared = self._broadcast(rank, own)
                 state.update(shared if len(self._lane) > 1 else {name: t.clone() for name, t in shared.items()})
         return state

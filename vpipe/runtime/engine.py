@@ -24,7 +24,7 @@ from vpipe.errors import RunError, UserError, counted
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
-from vpipe.runtime.batch_comparison import LaneComparison
+from vpipe.runtime.batch_comparison import LaneComparison, named
 from vpipe.runtime.build_workers import build_stages, build_workers
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.delay_correction import describe_other_factors
@@ -39,6 +39,7 @@ from vpipe.runtime.stage_layers import Mark
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults, read_at_once
+from vpipe.runtime.surroundings import Surroundings, set_aside
 from vpipe.runtime.transport.process_group import is_ordered, tensor_groups
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment
@@ -66,10 +67,12 @@ class Engine:
         lossy: of all stages, see :class:`~vpipe.runtime.stage_layers.StageLayers`.
         interrupts: lets Ctrl-C wait until the pipeline is whole.
         position: of training; microbatches in flight are not counted.
+        surroundings: what a script has around its calls.
     """
 
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
-                 world: DeviceMap) -> None:
+                 world: DeviceMap, surroundings: Surroundings) -> None:
+        self.surroundings = surroundings
         self._description, self._fields = description, model.batch
         self._labels, self._label_weights = model.labels, model.label_weights
         self._last_layer, self._losses_checked = model.layers[-1], False
@@ -135,6 +138,7 @@ class Engine:
 
     # -- training --------------------------------------------------------------------------------------
 
+    @set_aside
     def train(self, batches: Iterable[Batch], updates: int | None = None, stop: Callable[[], bool] = lambda: False,
               pauses: Pauses = lambda steps: None) -> Iterator[Step]:
         """Train on the batches; yield the steps, in order. See :meth:`vpipe.Pipeline.train`.
@@ -145,8 +149,9 @@ class Engine:
         self._compare_replicas()
         self.drain()
         self._made.clear()
-        self._results.stop = lambda: stop() or watch.why_stop(self._training) is not None
-        iterator = iter(batches)
+        asked = self.surroundings.calling(stop)
+        self._results.stop = lambda: asked() or watch.why_stop(self._training) is not None
+        iterator = self.surroundings.calling(iter)(batches)
         return self._until_asked(self._train_stream(iterator, updates, pauses) if self.schedule.stream
                                  else self._train_whole(iterator, updates))
 
@@ -163,7 +168,11 @@ class Engine:
     def _until_asked(self, steps: Iterator[Step]) -> Iterator[Step]:
         """Yield steps up to the one that says stop, and those that have been made with it."""
         asked = False
-        for step in steps:
+        while True:
+            with self.surroundings.set_aside():
+                step = next(steps, None)
+            if step is None:
+                return
             self._stopped += step.stop and not asked
             asked = asked or step.stop
             yield step
@@ -265,6 +274,11 @@ class Engine:
         return stream.done
 
     def _next_of_stream(self, stream: RunningSegment) -> Step | None:
+        before, now = stream.segment.autocast, self.surroundings.autocast
+        if now != before and stream.drained is None and stream.segment.assignment.in_step(stream.done):
+            raise UserError(f"torch.autocast around the loop was {before or 'off'} and is {now or 'off'} after "
+                            f"{counted(self.reached().steps, 'step')}, while '{self.schedule.name}' has microbatches "
+                            "in flight", hint="write pipe.drain() before the autocast changes")
         try:
             with self.interrupts:
                 return next(stream, None)
@@ -376,8 +390,9 @@ class Engine:
         self._check_not_wrapped()
         self._begun = 0
         return Segment(loader, first, self.position.microbatches * loader.slices, self.position.steps, assignment,
-                       training=True)
+                       training=True, autocast=self.surroundings.autocast)
 
+    @set_aside
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
         self._check_not_wrapped()
@@ -419,6 +434,7 @@ class Engine:
         self._interpreter.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
         return self._interpreter.recorders
 
+    @set_aside
     def evaluate(self, batches: Iterable[Batch], wanted: Outputs | None,
                  averaged: bool = False) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over samples, or labels if the model says so, and the outputs that are wanted.
@@ -438,7 +454,8 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        loader, first = self._loader(iter(batches), most, evaluation=evaluation_of(wanted)), 0
+        iterator, first = self.surroundings.calling(iter)(batches), 0
+        loader = self._loader(iterator, most, evaluation=evaluation_of(wanted))
         with self.interrupts, self._taken_back(), ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted))
@@ -453,7 +470,8 @@ class Engine:
                 assignment = Assignment(self._placement, end - first, True, partial(gt, end - first))
                 if loader.labels is not None:
                     weights += [loader.counts.pop(number)[0] for number in range(first, end)]
-                segment = Segment(loader, first, 0, 0, assignment, training=False)
+                segment = Segment(loader, first, 0, 0, assignment, training=False,
+                                  autocast=self.surroundings.autocast)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
                 for worker in self.workers.values():
@@ -543,12 +561,13 @@ class Engine:
         if not training and len(self._placement) - 1 not in (stage for stage, _ in here):
             counted = None  # the last stage has them
         comparison = next((worker.comparison for worker in self.workers.values()), None)
-        lanes = None if self._lane_comparison is None else partial(
-            self._lane_comparison.compare, evaluation or "training")
+        lanes = None if (compare := self._lane_comparison) is None else lambda *read: compare.compare(
+            named(evaluation or "training", self.surroundings.autocast), *read)
         return MicrobatchLoader(batches, self._description.microbatches, self._fields, uses, used,
                                 self._device if self.schedule.stream or not training else None, comparison, lanes,
                                 counted, weigh, self._over_lanes if training else list, slices=slices,
-                                by_label=not training or self._counted is not None, equal=training)
+                                by_label=not training or self._counted is not None, equal=training,
+                                reading=self.surroundings.reading(batches))
 
     def _weigh(self, labels: str) -> Weigh:
         """Return how much each label counts, as the model says or now its loss; let the first losses be checked."""
@@ -573,6 +592,7 @@ class Engine:
         """Return the stages of this process."""
         return [stage for worker in self.workers.values() for stage in worker.stages.values()]
 
+    @set_aside
     def state(self, view: View = "trained") -> dict[str, Tensor]:
         """Return the whole model on every rank, in the order of the layers; see :meth:`vpipe.Pipeline.state_dict`."""
         if view == "average":
@@ -596,6 +616,7 @@ class Engine:
         """Return the parts of the state that a checkpoint holds."""
         return state_parts(self.workers, self._placement)
 
+    @set_aside
     def checkpoint_state(self) -> dict[str, Tensor]:
         """Return the state of this process that a resumed run needs; see :meth:`vpipe.Pipeline.local_state`.
 
@@ -609,6 +630,7 @@ class Engine:
                 state[name] = full.cpu() if full is not tensor else full
         return state
 
+    @set_aside
     def tensors_here(self) -> dict[str, Tensor]:
         """Return the same without copies, and in every lane; of DTensors the shards."""
         self._interpreter.check_usable()
@@ -620,6 +642,7 @@ class Engine:
         """Return whether :meth:`restore` of this process needs a tensor of this name."""
         return any(part.wants(name) for part in self.parts)
 
+    @set_aside
     def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> str | None:
         """Restore a saved run, on every rank before it trains; see :meth:`vpipe.Pipeline.restore`.
 

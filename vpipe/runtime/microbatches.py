@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from vpipe import accelerator
 from vpipe.distributed.watchdog import watch
@@ -95,6 +96,7 @@ class MicrobatchLoader:
             alike, and slices by their shares of the labels of their microbatch.
         equal: whether a batch is refused that cannot be cut into so many equal microbatches. Otherwise their sizes
             differ by at most one sample, and a batch of fewer samples has a microbatch for each.
+        reading: reads the same batches under what the user has around the call; None: as they are.
 
     Attributes:
         batches: the user's, until the loader is closed.
@@ -112,7 +114,8 @@ class MicrobatchLoader:
                  comparison: BatchChecker | None = None, lanes: CompareLanes | None = None, labels: str | None = None,
                  weigh: Weigh = CLASSES_ALIKE, over_lanes: Callable[[list[float]], list[float]] = list, *,
                  slices: int = 1, by_label: bool = True,
-                 equal: bool = True) -> None:
+                 equal: bool = True, reading: Iterator[Batch] | None = None) -> None:
+        self._reading = batches if reading is None else reading
         self.batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._used, self._copy_to, self._comparison = used, copy_to, comparison
         self._equal, self._lanes, self.labels, self._over_lanes = equal, lanes, labels, over_lanes
@@ -138,8 +141,8 @@ class MicrobatchLoader:
     def _read_batch(self) -> None:
         try:
             with watch.activity.during("reading a batch"):
-                batch = next(self.batches, _END)
-            fields = None if batch is _END else self._check(batch)
+                batch = next(self._reading, _END)
+            fields = None if batch is _END else {name: _saved(t) for name, t in self._check(batch).items()}
         except (Exception, KeyboardInterrupt) as error:  # raised when the batches before are done
             if (self._comparison is not None or self._lanes is not None) and isinstance(error, KeyboardInterrupt):
                 raise
@@ -265,7 +268,7 @@ class MicrobatchLoader:
 
     def close(self) -> None:
         """Drop the reference to the user's iterator."""
-        self.batches = iter(())
+        self.batches = self._reading = iter(())
 
     def _check(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of a batch; refuse one that lacks a field or cannot be cut as it should be."""
@@ -328,6 +331,13 @@ class MicrobatchLoader:
                             hint=f"use at most {counted(length, 'slice')}, or longer sequences")
 
 
+def _saved(field: Tensor) -> Tensor:
+    """Return a field as graphs can save it: a copy of a tensor of inference_mode, a dual tensor without its tangent."""
+    if forward_ad._current_level >= 0:
+        field = forward_ad.unpack_dual(field).primal  # type: ignore[no-untyped-call]
+    return field.clone() if field.is_inference() else field
+
+
 @dataclass
 class Segment:
     """The microbatches from one empty pipeline to the next, numbered from 0.
@@ -339,6 +349,7 @@ class Segment:
         steps_before: steps of the run before the segment.
         assignment: which rank takes each microbatch, and which update uses it.
         training: False for forward only.
+        autocast: the dtype of that which the script has around it.
     """
 
     loader: MicrobatchLoader
@@ -347,6 +358,7 @@ class Segment:
     steps_before: int
     assignment: Assignment
     training: bool
+    autocast: torch.dtype | None = None
 
     def number_of(self, action: Action) -> int:
         """Return the run's number of an action's microbatch, update or version."""

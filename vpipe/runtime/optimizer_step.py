@@ -300,7 +300,8 @@ class OptimizerSteps:
         norms = self._norms[key]
         for other, rank, positions in () if self._steps[key] else self._published(stage):
             if other not in norms:
-                norms[other] = torch.empty(sum(map(len, self._sources[other].values())), dtype=torch.float64)
+                count = sum(map(len, self._sources[other].values()))
+                norms[other] = torch.empty(count, dtype=torch.float64, device="cpu")
             norms[other][positions] = self._transport.receive(
                 rank, TransferKey(TransferKind.NORMS, other, number))[0].cpu()
         self._steps[key] += 1
@@ -417,4 +418,5 @@ class OptimizerSteps:
 def _gradient_norms(weights: WeightVersions) -> Tensor:
     """Return the norm of each gradient, in double precision, which holds any of them exactly."""
     values = iter(norms_of([g for g in weights.gradients if g is not None]).tolist())
-    return torch.tensor([ABSENT if g is None else next(values) for g in weights.gradients], dtype=torch.float64)
+    return torch.tensor([ABSENT if g is None else next(values) for g in weights.gradients], dtype=torch.float64,
+                        device="cpu")

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence, Set, Sized
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
@@ -19,8 +20,11 @@ from vpipe.schedules.size import Placement
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
 
-_Channel = tuple[int, int, bool, Signature]
-"""The receiving stage, the peer, whether in training, the batch's shapes: these determine the transferred shapes."""
+_Kind = tuple[bool, torch.dtype | None]
+"""Of a segment: whether it is training, and the autocast around it."""
+
+_Channel = tuple[int, int, _Kind, Signature]
+"""The receiving stage, the peer, the segment, the batch's shapes: these determine what is transferred."""
 
 
 class KeptInputs(NamedTuple):
@@ -87,7 +91,7 @@ class P2PTransfers:
         self._there: dict[tuple[int, int], dict[str, Tensor]] = {}  # what is kept, for a stage and microbatch
         self._local: dict[TransferKey, list[Tensor]] = {}  # from a stage on this same rank
         self._unsent: dict[TransferKey, tuple[list[Tensor], list[TensorSpec], Signature]] = {}
-        self._specs: dict[tuple[int, bool, Signature], _OutputSpecs] = {}  # by stage
+        self._specs: dict[tuple[int, _Kind, Signature], _OutputSpecs] = {}  # by stage
         self._expected: dict[tuple[int, int], _OutputSpecs] = {}  # gradients, by stage and microbatch
         self._announced: dict[_Channel, list[TensorSpec]] = {}
         self._incoming: dict[_Channel, list[TensorSpec]] = {}
@@ -98,6 +102,7 @@ class P2PTransfers:
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
         self._segment, self._rank_of = segment, segment.assignment.rank_of
+        self._kind = segment.training, segment.autocast
 
     @property
     def kept_bytes(self) -> int:
@@ -146,11 +151,10 @@ class P2PTransfers:
                         outputs: list[Tensor]) -> None:
         """Give a stage's outputs to the next stage if it is on this rank; else store for their send what the other rank
         does not have. Keep what a later stage of this rank needs."""
-        training = self._segment.training
-        specs = self._specs.get((stage, training, signature))
+        specs = self._specs.get((stage, self._kind, signature))
         if specs is None or not specs.match(outputs):
-            specs = self._specs[stage, training, signature] = self._specs_of(stage, names, outputs)
-        if training and self._segment.assignment.trains(stage):
+            specs = self._specs[stage, self._kind, signature] = self._specs_of(stage, names, outputs)
+        if self._segment.training and self._segment.assignment.trains(stage):
             self._expected[stage, microbatch] = specs
         if stage in self._kept_for:
             later = self._kept_for[stage]
@@ -192,7 +196,7 @@ class P2PTransfers:
         """Send a stage's outputs to the next stage, with a header if it does not know their specs."""
         key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
         peer, (tensors, specs, signature) = self._rank_of(key.stage, microbatch), self._unsent.pop(key)
-        channel = (key.stage, peer, self._segment.training, signature)
+        channel = (key.stage, peer, self._kind, signature)
         known = self._announced.get(channel)
         if known is None:
             self._announced[channel] = specs
@@ -208,7 +212,7 @@ class P2PTransfers:
         """Post the receive of a stage's input."""
         peer, key = self.source(_ACTIVATIONS, stage, microbatch)
         segment = self._segment
-        channel = (stage, peer, segment.training, segment.loader.signature(segment.first + microbatch))
+        channel = (stage, peer, self._kind, segment.loader.signature(segment.first + microbatch))
         queue, specs = self._queued[stage, peer], self._incoming.get(channel)
         if not queue:
             self._transport.post(peer, key, specs)

@@ -23,6 +23,7 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.sharded_tensors import is_sharded, whole
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.state_dict import optimizer_entries
+from vpipe.runtime.surroundings import set_aside
 from vpipe.runtime.weight_versions import WeightVersions
 
 _POSITION = "position"
@@ -125,7 +126,9 @@ class ShardedState:
     def __init__(self, engine: Engine, description: Description) -> None:
         self._engine, self._batch, self._make_optimizer = engine, description.microbatches, \
             description.update.make_optimizer
+        self.surroundings = engine.surroundings
 
+    @set_aside
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; an asynchronous pipeline drains first.
 
@@ -147,7 +150,8 @@ class ShardedState:
         model = {name: value for stage in self._engine.local_stages for name, value in stage.state().items()}
         others = {name: tensor for name, tensor in here.items() if not name.startswith(("model.", "optim."))}
         return {part: {name: _in_one_block(tensor) for name, tensor in tensors.items()} for part, tensors in (
-            ("model", model), ("optimizer", optimizer), ("vpipe", {_POSITION: torch.tensor(numbers), **others}))}
+            ("model", model), ("optimizer", optimizer),
+            ("vpipe", {_POSITION: torch.tensor(numbers, device="cpu"), **others}))}
 
     def _stepped_without_gradients(self, stage: int, weights: WeightVersions) -> StageOptimizer:
         """Return optimizers of copies of a stage's parameters, with the entries that real ones have after a step."""

@@ -92,7 +92,7 @@ class _Bucket:
         if all(number == 1.0 for number in there):
             self.present.fill_(1.0)  # without a copy from the host, for which a GPU would be synchronized
         else:
-            self.present.copy_(torch.tensor(there))
+            self.present.copy_(torch.tensor(there, device="cpu"))
 
     def _parts(self) -> Sequence[Tensor]:
         return torch.split(self.rows.view(-1)[:sum(self._sizes)], self._sizes)

@@ -160,7 +160,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     A collective of one message per group of ranks.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     found = torch.stack([torch.linalg.vector_norm(local(tensor)) for tensor in tensors]).double()
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)):
         for dim in reversed(range(mesh.ndim)):

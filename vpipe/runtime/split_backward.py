@@ -92,6 +92,8 @@ class SplitBackwardMode(TorchFunctionMode):
             return argument
         if not isinstance(argument, nn.Parameter) or not is_trained(argument) or argument.dtype is not torch.float32:
             return argument.to(dtype)
+        if not torch.is_autocast_cache_enabled():
+            return self._store.cast(argument, dtype)
         key = id(argument), dtype
         if key not in self._casts:
             self._casts[key] = self._store.cast(argument, dtype)

@@ -66,7 +66,8 @@ class Stage(StageLayers):
                  recomputed: Collection[int], precision: Precision = FP32) -> None:
         assert set(recomputed) <= set(spec.layers), "they are the stage's own"
         super().__init__(model, spec, seed=seed, device=device, precision=precision)
-        self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
+        self._autocast = None if not precision.autocasts else torch.autocast(
+            device.type, precision.dtype, cache_enabled=True)
         # Some modules compute other numbers under a torch function mode: none is active where nothing is trained.
         self._splittable = {i for i, module in self.modules.items()
                             if any(p.requires_grad for p in module.parameters())
@@ -86,6 +87,11 @@ class Stage(StageLayers):
         self.summed_late = [name for weights, names in self._shared if weights is self.weights for name in names]
         self._used_before = {name: slots[0] for weights in self.all_weights for name, slots in weights.slots.items()
                              if weights is not self.weights or name in self.summed_late}
+
+    def use_autocast(self, dtype: torch.dtype | None) -> None:
+        """Let every layer run under an autocast as a script has it around its call; that of the precision wins."""
+        if not self.precision.autocasts:
+            self._autocast = None if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _cut_into_spans(self, model: Model, recomputed: Collection[int]) -> Iterator[Span]:
         """Yield the longest runs of layers that are all recomputed, or none of them."""
@@ -285,7 +291,8 @@ class Stage(StageLayers):
 
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor],
               past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        """Call a layer; in reduced precision under an autocast of its own, so that no cast depends on the partition.
+        """Call a layer; an autocast, of the precision or around the loop, is one of its own, so that no cast depends on
+        the partition.
 
         Args:
             past: what the slice before has carried to a layer that is called with slices; what it carries on follows

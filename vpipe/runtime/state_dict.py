@@ -207,8 +207,8 @@ class LossScale(StatePart):
     def state(self) -> dict[str, Tensor]:
         if not self._scalers or not self._saves:
             return {}
-        return {self.VALUE: torch.tensor(self._scalers[0].value, dtype=torch.float64),
-                self.GOOD: torch.tensor(self._scalers[0].good)}
+        return {self.VALUE: torch.tensor(self._scalers[0].value, dtype=torch.float64, device="cpu"),
+                self.GOOD: torch.tensor(self._scalers[0].good, device="cpu")}
 
     def wants(self, name: str) -> bool:
         return name in (self.VALUE, self.GOOD) and bool(self._scalers)
@@ -243,7 +243,7 @@ class CompanionState(StatePart):
                     if name in own:
                         named[companion.entry(name)] = value
                         if isinstance(companion, Extrapolation):
-                            named[factor_of(name)] = torch.tensor(companion.factor, dtype=torch.float64)
+                            named[factor_of(name)] = torch.tensor(companion.factor, dtype=torch.float64, device="cpu")
         return named
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -321,7 +321,7 @@ def _as_tensor(name: str, value: object) -> tuple[str, Tensor]:
         return name, value
     if type(value) is int or type(value) is float:
         kind = type(value).__name__
-        return f"{name}#{kind}", torch.tensor(value, dtype=NUMBERS[kind])
+        return f"{name}#{kind}", torch.tensor(value, dtype=NUMBERS[kind], device="cpu")
     raise UserError(f"the optimizer keeps {type(value).__name__} {value!r} as '{name}'",
                     hint="a checkpoint holds tensors and numbers: choose an optimizer that keeps nothing else")
 

@@ -100,7 +100,8 @@ class StepResults:
         own = self._own[step, rank] = [stop, *read_at_once(losses)]
         for peer in self._listeners:
             if peer != rank:
-                self._worker.transport.send(peer, self._key(segment, step), [torch.tensor(own, dtype=torch.float64)])
+                self._worker.transport.send(peer, self._key(segment, step), [
+                    torch.tensor(own, dtype=torch.float64, device="cpu")])
 
     def collect(self, segment: Segment, step: int) -> Step:
         """Return the results of a step whose updates this process has all made."""
@@ -151,7 +152,8 @@ class StepResults:
                       for i, each in zip(microbatches, losses, strict=True)]
             loss = sum(losses)
         else:
-            loss = losses[0] if len(losses) == 1 else float(torch.tensor(losses, dtype=torch.float64).mean())
+            loss = losses[0] if len(losses) == 1 else float(
+                torch.tensor(losses, dtype=torch.float64, device="cpu").mean())
         not_finite = None
         if not isfinite(loss):
             first = next((i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)),

@@ -128,6 +128,8 @@ class Worker:
     def begin(self, segment: Segment, tied_version_of: TiedVersionOf, is_split: IsSplit) -> None:
         """Begin a segment."""
         self.segment, self._tied_version_of, self.is_split = segment, tied_version_of, is_split
+        for stage in self.stages.values():
+            stage.use_autocast(segment.autocast)
         if segment.training:
             for stage in self.stages.values():
                 stage.check_frozen()

@@ -216,4 +216,4 @@ class CompressedTransport:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    return torch.empty((0, *tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return torch.empty((0, *tensor.shape), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)

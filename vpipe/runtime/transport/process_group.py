@@ -423,7 +423,7 @@ class DistributedTransport:
 
     def _post_gloo(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
         if specs is None:
-            header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
             self._posted[peer, key] = _Posted(
                 None, self._start(dist.irecv, peer, key, self._control, [(MOST_TENSORS, header)]), [header])
         else:
