@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,8 +127,8 @@ def test_a_run_that_differs_ends_with_one_and_the_place(tmp_path: Path, capfd: p
     """Other processes would not have the mistake: what they leave is made here, with it."""
     step = WeightVersions.step
 
-    def wrong(self: WeightVersions, optimizer: torch.optim.Optimizer | None) -> None:
-        step(self, optimizer)
+    def wrong(self: WeightVersions, *arguments: Any) -> None:
+        step(self, *arguments)
         for name, value in self.masters.items():
             if name == "block0.mlp.expand.weight":
                 value.data[0, 0] += 1e-3
@@ -166,8 +167,8 @@ def test_replicas_are_what_their_oracle_says(schedule: str, widths: tuple[int, .
 def test_a_replica_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, made, name = WeightVersions.step, Counter[int](), "block0.mlp.expand.weight"
 
-    def wrong(self: WeightVersions, optimizer: torch.optim.Optimizer | None) -> None:
-        step(self, optimizer)
+    def wrong(self: WeightVersions, *arguments: Any) -> None:
+        step(self, *arguments)
         if name in self.masters:
             made[id(self)] += 1
             if made[id(self)] == 2 and id(self) != next(iter(made)):

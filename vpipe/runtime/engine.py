@@ -226,6 +226,7 @@ class Engine:
             self._made = deque(self._results.collect(segment, step) for step in steps)
             self._compare_lanes()
             self._close(segment, first + self.schedule.microbatches, len(self._made))
+            self.collectives.check_numbers()
         except KeyboardInterrupt:
             self._interpreter.fail()
             raise
@@ -387,7 +388,6 @@ class Engine:
     def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
-        self._check_not_wrapped()
         self._begun = 0
         return Segment(loader, first, self.position.microbatches * loader.slices, self.position.steps, assignment,
                        training=True, autocast=self.surroundings.autocast)
@@ -413,10 +413,10 @@ class Engine:
         self._stream = None
         self._close(stream.segment, stream.segment.loader.total, stream.done)
         self._agree_on_end(stream.segment.loader)
+        self.collectives.check_numbers()
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
-        self.collectives.check_numbers()
         slices = segment.loader.slices
         self.position = self.position.after(steps, (end - segment.first) // slices, self._samples(segment, end),
                                             end // slices % self._description.microbatches)

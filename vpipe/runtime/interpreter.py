@@ -278,6 +278,7 @@ class Interpreter:
         if self.broken:
             raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
         for stage in self._stages:
+            stage.check_not_wrapped()
             stage.weights.take_back()
         self._exchange_weights(counted=between_batches)
 
