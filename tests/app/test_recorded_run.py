@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from itertools import count
 from math import exp
@@ -143,6 +144,14 @@ def test_a_script_that_fails_and_one_that_comes_to_its_folder(tmp_path: Path,
     assert "is gone\nhint: see what its script printed" in capsys.readouterr().err
     with pytest.raises(UserError, match=f"there is a run in '{tmp_path}'"), RecordedRun(pipeline(), tmp_path):
         pass
+
+
+def test_a_program_without_standard_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [step.loss for step in pipeline().train(batches(4))]
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    with RecordedRun(pipeline(), tmp_path / "run", updates=len(wanted), print_every=1, trace=True) as run:
+        assert [step.loss for step in run.train(batches(4))] == wanted
 
 
 def test_flops_that_are_not_those_of_the_layers(tmp_path: Path) -> None:

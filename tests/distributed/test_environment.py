@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from vpipe.distributed.environment import RankEnvironment, slurm_address, slurm_port, starter_id
+from vpipe.distributed.environment import RankEnvironment, alone_hint, slurm_address, slurm_port, starter_id
 from vpipe.errors import UserError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hostA", "MASTER_PORT": "29500",
@@ -49,6 +51,20 @@ esac"""
     ids=["none", "salloc", "sbatch", "srun-of-one", "no-rank", "no-world"])
 def test_alone(environment: dict[str, str]) -> None:
     assert RankEnvironment.parse(environment) is None
+
+
+def test_a_process_that_may_have_been_meant_to_run_alone_is_told_what_made_it_a_rank(
+        scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert alone_hint({"RANK": "0", "WORLD_SIZE": "2"}).startswith("RANK=0 and WORLD_SIZE=2 make this process a rank")
+    assert alone_hint(SRUN).startswith("SLURM_STEP_NUM_TASKS=4 makes this process a rank of 4: to run it alone, unset")
+    scontrol(GOOD)
+    task = RankEnvironment.parse({**SRUN, "SLURM_PTY_PORT": "40123"})  # of a step that a shell of --pty has started
+    assert task is not None
+    assert alone_hint(SRUN | task.variables) == alone_hint(SRUN)
+    assert not alone_hint({}) + alone_hint(TORCHRUN) + alone_hint({**TORCHRUN, RankEnvironment.STARTER: "vpipe train"})
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(UserError, match=r"one of the 4 tasks of srun --pty.*\nhint: SLURM_STEP_NUM_TASKS=4 makes"):
+        RankEnvironment.parse({**SRUN, "SLURM_PTY_PORT": "40123"})
 
 
 def test_several_agents_that_start_ranks_again_must_not_lend_their_store() -> None:

@@ -17,6 +17,11 @@ LOADING_TORCH = "loading PyTorch"
 """Text for an import that takes 1.5 s of a core; ten on a machine that is busy, or has not read it before."""
 
 
+def on_terminal() -> bool:
+    """Return whether standard error is a terminal. A program with windows, or a service, has no standard error."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def accept_any_text() -> None:
     """Let standard output show what its encoding lacks as ``\\u4e2d``, as standard error does, instead of failing."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
@@ -41,7 +46,8 @@ Item = TypeVar("Item")
 
 def _as_lines() -> dict[str, Any]:
     """Return the options of a line on stderr that shows after two seconds, seldom in a file, and goes at the end."""
-    return {"delay": SLOW_S, "mininterval": 0.1 if sys.stderr.isatty() else 10.0, "leave": False, "file": sys.stderr}
+    return {"delay": SLOW_S, "mininterval": 0.1 if on_terminal() else 10.0, "leave": False, "file": sys.stderr,
+            "disable": sys.stderr is None}
 
 
 def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None = None) -> Iterable[Item]:
@@ -55,7 +61,7 @@ def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None =
 
 def print_line(text: str) -> None:
     """Print a line on standard output at once; on a terminal progress lines make room for it."""
-    if sys.stderr.isatty():
+    if on_terminal():
         tqdm.write(text)
         sys.stdout.flush()
     else:

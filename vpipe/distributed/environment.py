@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ class RankEnvironment:
         ranks = read_number(environment, tasks, "srun")
         if ranks == 1:
             return None
+        if "SLURM_PTY_PORT" in environment and sys.stdin is not None and sys.stdin.isatty():
+            raise UserError(f"this shell is one of the {ranks} tasks of srun --pty, and the other tasks have ended",
+                            hint=alone_hint(environment))
         job, step = read_number(environment, "SLURM_JOB_ID", "srun"), read_number(environment, "SLURM_STEP_ID", "srun")
         if port is None:
             port = read_number(environment, "MASTER_PORT", "srun") if "MASTER_PORT" in environment else \
@@ -203,10 +207,26 @@ def _scontrol(*question: str) -> str:
                               timeout=60).stdout
     except FileNotFoundError:
         raise UserError("there is no scontrol on the path, which tells the address of the first rank's node",
-                        hint=_REMEDY) from None
+                        hint=f"{_REMEDY}; {alone_hint(os.environ)}") from None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         printed = str(getattr(error, "stderr", None) or "").strip()
         raise UserError(f"scontrol show {' '.join(question)} failed: {printed or error}", hint=_REMEDY) from None
+
+
+def alone_hint(environment: Mapping[str, str]) -> str:
+    """Return which variables made this process a rank of several, and how it runs alone; empty under a launcher whose
+    processes are ranks for certain.
+    """
+    starter = environment.get(RankEnvironment.STARTER, "its starter")
+    if starter == "srun" or ("SLURM_STEP_ID" in environment and "RANK" not in environment):
+        tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
+        return (f"SLURM_STEP_NUM_TASKS={tasks} makes this process a rank of {tasks}: to run it alone, unset "
+                "SLURM_STEP_ID, or ask for a shell with srun --ntasks 1 --pty")
+    if starter != "its starter" or "TORCHELASTIC_RUN_ID" in environment or "RANK" not in environment:
+        return ""
+    rank, ranks = environment["RANK"], environment["WORLD_SIZE"]
+    return (f"RANK={rank} and WORLD_SIZE={ranks} make this process a rank of {ranks}: to run it alone, unset both; "
+            "where they count hosts, start with torchrun")
 
 
 def _restarts(environment: Mapping[str, str], starter: str) -> int:

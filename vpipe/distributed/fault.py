@@ -5,11 +5,13 @@ The failure detector and the watchdogs find faults from inside the job, a launch
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vpipe.distributed.environment import alone_hint
 from vpipe.errors import RunError, UserError
 
 
@@ -55,7 +57,8 @@ class Fault:
         return cls(ranks, f"did not join within {seconds:g} s"
                    + (f" (refused {refused} that did not know this run's secret)" if refused else ""),
                    "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
-                   "the others elsewhere" + (", or has another VPIPE_SECRET" if refused else ""))
+                   "the others elsewhere" + (", or has another VPIPE_SECRET" if refused else "")
+                   + (f"; {alone}" if (alone := alone_hint(os.environ)) else ""))
 
     @classmethod
     def busy(cls, rank: int) -> Fault:

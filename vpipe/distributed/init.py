@@ -6,11 +6,13 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,7 @@ from vpipe.distributed.connection import break_off, connections
 from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, visible_here
 from vpipe.distributed.environment import (
     RankEnvironment,
+    alone_hint,
     named_if_none_left,
     read_number,
     read_text,
@@ -126,7 +129,8 @@ def _meet(timing: WatchdogTiming) -> Rendezvous:
                            "parallel.master_port of a config") from error
         raise RunError(f"rank {rank} on {_host()} could not reach rank 0 at {address}:{port} within "
                        f"{timing.join_s:g} s", hint="rank 0 ended or is slow to start: see what it printed; or another "
-                       "address, an interface or a firewall is in the way", rank=rank, peer=0) from error
+                       "address, an interface or a firewall is in the way" + (
+                           f"; {alone}" if (alone := alone_hint(os.environ)) else ""), rank=rank, peer=0) from error
     _met = met
     return met
 
@@ -162,8 +166,9 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         Host.check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
     timing = WatchdogTiming.from_timeout(timeout_s)
-    rendezvous = _met or _meet(timing)
-    devices = _exchange_devices(rendezvous, own)
+    with _told_if_others_are_late():
+        rendezvous = _met or _meet(timing)
+        devices = _exchange_devices(rendezvous, own)
     _met = None
     rendezvous.set_timing(timing)
     try:
@@ -192,6 +197,21 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     atexit.register(_destroy, dist.group.WORLD, os.getpid())
     rendezvous.leave_first()  # the group is destroyed last
     return devices
+
+
+@contextmanager
+def _told_if_others_are_late() -> Iterator[None]:
+    """Say after two seconds why this process waits for others, where it may have been meant to run alone."""
+    alone = alone_hint(os.environ)
+    timer = Timer(2.0, lambda: print(f"rank {_number('RANK')} waits for the other ranks: {alone}", file=sys.stderr,
+                                     flush=True))
+    timer.daemon = True
+    if alone:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> DeviceMap:

@@ -22,6 +22,7 @@ from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import End, find_failure, read_report, read_reports
 from vpipe.app.launch.network import held
 from vpipe.app.launch.rank_env import HostRanks
+from vpipe.app.progress import on_terminal
 from vpipe.app.signals import PARENT_PIPE, STOPS, UNSAVED, status_after
 from vpipe.app.train.run_folder import RUNNING, log_path
 from vpipe.distributed import Fault, RankEnvironment
@@ -221,7 +222,7 @@ def _go_on(groups: Sequence[Processes | RemoteRanks], signals: Signals, stop_s: 
         return None in statuses.values() or any(statuses.values())
     if signals.passed_at is None:
         signals.passed_at = time.monotonic()
-        over = "\r\x1b[K" if sys.stderr.isatty() else ""  # the bar of rank 0, which it draws again below
+        over = "\r\x1b[K" if on_terminal() else ""  # the bar of rank 0, which it draws again below
         print(f"{over}{signals.first.name}: the ranks save and end, within {stop_s:g} s; a second one ends them at "
               "once", file=sys.stderr, flush=True)
         for group in groups:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from vpipe.app.errors import LastingError
 from vpipe.app.metric_formulas import RECENT, Utilization, perplexity
-from vpipe.app.progress import message_if_slow
+from vpipe.app.progress import message_if_slow, on_terminal
 from vpipe.app.run_log import AVERAGED, Evaluation, PastMetrics
 from vpipe.app.train.event_writers import EventWriter
 from vpipe.app.train.job import Job, device_of
@@ -250,7 +250,7 @@ class ProgressBar:
                  minutes: float | None = None) -> None:
         self._steps, self._every, self._show, self._name = steps, every, show, name
         self._end_s = math.inf if minutes is None else 60 * minutes
-        self._terminal = sys.stderr.isatty()
+        self._terminal = on_terminal()
         self._bar = tqdm(total=steps, initial=done, disable=not show or not self._terminal, unit=name, file=sys.stderr,
                          dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
                          bar_format="{unit} {n_fmt}/{total_fmt} |{bar}| {desc}")
