@@ -109,8 +109,8 @@ def test_a_limit_that_binds_recomputes_and_says_what_would_not(said: Said) -> No
     assert sum(map(len, Plan.load("plan.json").recomputed)) > 0
     assert re.search(r"^this plan .* \d of 5 ", out, re.MULTILINE)
     if found := re.search(r"^no recompute, from ([\d.]+) MiB ", out, re.MULTILINE):
-        assert said("--memory", f"{found[1]}MiB", "-o", "plan.json")[0] == 0
-        assert not any(Plan.load("plan.json").recomputed)
+        assert said("--memory", f"{found[1]}MiB", "-o", "other.json")[0] == 0
+        assert not any(Plan.load("other.json").recomputed)
 
 
 def test_too_little_memory_is_refused_and_the_named_amount_suffices(said: Said) -> None:
@@ -147,9 +147,10 @@ def test_for_other_ranks_of_a_config_that_names_its_machines(said: Said, asked: 
 
 def test_the_stages_are_kept_where_the_command_says_so(said: Said) -> None:
     for stages, ranks in ((2, 2), (1, 2), (2, 4), (4, 4)):
-        status, out, _ = said("--ranks", str(ranks), "--stages", str(stages), "-o", "plan.json")
+        file = f"{stages}on{ranks}.json"
+        status, out, _ = said("--ranks", str(ranks), "--stages", str(stages), "-o", file)
         assert status == 0
-        plan = Plan.load("plan.json")
+        plan = Plan.load(file)
         assert (len(plan.partition), plan.ranks) == (stages, ranks)
         assert f", {stages} stage{'s' * (stages > 1)} [" in out
 
@@ -271,6 +272,7 @@ def test_a_choice_of_the_config_that_does_not_fit_is_said_to(said: Said) -> None
     (["--stages", "3"], "--stages is 3, which 2 ranks cannot share equally: neither number divides the other",
      "give --stages 2 or --stages 4, or 3 ranks with --ranks"),
     (["-o", "no/where.json"], "cannot write 'no/where.json': it is in no folder", "name a file in a folder that"),
+    (["-o", "c.yaml"], "'c.yaml' exists already", "name another as -o, or remove it first"),
     (["-o", "."], "cannot write '.': it is a folder", "name a file in a folder that exists, and can be written, as -o"),
     (["--solver", "vpip"], "vpipe plan has no --solver 'vpip'", "did you mean 'vpipe'?")])
 def test_wrong_arguments_are_refused_before_measuring(said: Said, asked: list[tuple[int, list[int]]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from test_run_ends import alive, until
 
 from vpipe.app.errors import LastingError
 from vpipe.app.launch import local
-from vpipe.app.launch.failure_report import read_report, write_report
+from vpipe.app.launch.failure_report import find_failure, write_report
 from vpipe.app.launch.local import Interrupted, StartNotice, StoppedRanks, close_all, run_ranks
 from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks
@@ -204,15 +203,18 @@ def test_a_signal_ends_all_and_the_handlers_come_back(monkeypatch: pytest.Monkey
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_half_a_report_is_none(tmp_path: Path) -> None:
-    failure_path(tmp_path, 0).write_text('{"rank": 0')
-    assert read_report(tmp_path, 0) is None
-    failure_path(tmp_path, 0).write_text("[]")
-    assert read_report(tmp_path, 0) is None
-    failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0, "blames_peer": False}))  # of an earlier vpipe
-    assert read_report(tmp_path, 0) is None
-    failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0, "fault": None}))
-    assert read_report(tmp_path, 0) == {"rank": 0, "fault": None}
+def test_a_damaged_report_is_none_or_a_failure(tmp_path: Path) -> None:
+    path = failure_path(tmp_path, 0)
+    (tmp_path / "rankX.failure.json").write_text("{}")
+    write_report(tmp_path, 0, RunError("broke", hint="mend", rank=0))
+    whole = path.read_bytes()
+    assert str(find_failure(tmp_path, str, {})) == "error: broke (rank 0)\nhint: mend"
+    damages = [b"", b"[]", b"\xff\xfe", b'{"rank": 0, "fault": null}', whole.replace(b"[[", b"[").replace(b"]]", b"]")]
+    for place in range(len(whole)):
+        damages += [whole[:place], *(whole[:place] + put + whole[place + 1:] for put in (b"\xff", b"9", b"null", b"]"))]
+    for damaged in damages:
+        path.write_bytes(damaged)
+        assert isinstance(find_failure(tmp_path, str, {}), RunError | None)
 
 
 def test_gloos_interface_is_the_chosen_one_before_the_found_one(monkeypatch: pytest.MonkeyPatch) -> None:

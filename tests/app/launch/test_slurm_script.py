@@ -133,6 +133,7 @@ def test_a_list_of_machines_is_said_to_have_no_part(capsys: pytest.CaptureFixtur
       "give every host a multiple of 2 ranks"]),
     (["--nodes", "2", "--ranks-per-node", "-2"], ["--ranks-per-node is -2"]),
     (["--nodes", "2", "--time", "1h"], ["--time is '1h'", "2:00:00"]),
+    (["--nodes", "2", "--time", "١٢"], ["--time is '١٢'", "2:00:00"]),
     (["--nodes", "2", "--partition", "a\n#SBATCH --nodes=9"], ["--partition is", "sinfo"]),
     (["--nodes", "2", "--set", "dataset.path=a\nrm -r b"], ["dataset.path=a\\nrm -r b", "line breaks"]),
     (["--nodes", "2", "-o", "no/such/folder/job.sh"], ["cannot write 'no/such/folder/job.sh'", "-o"]),
@@ -142,7 +143,7 @@ def test_refused(arguments: list[str], words: list[str], capsys: pytest.CaptureF
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize("time", ["30", "30:00", "2:00:00", "1-12", "1-12:30", "1-12:30:00"])
+@pytest.mark.parametrize("time", ["30", "30:00", "2:00:00", "1-12", "1-12:30", "1-12:30:00", "infinite"])
 def test_every_form_of_a_time(time: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"#SBATCH --time={time} " in written(capsys, CONFIG, "--nodes", "1", "--time", time)
 

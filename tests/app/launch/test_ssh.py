@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -49,7 +50,11 @@ esac
 echo $$ > "$RECORD/$login.pid"
 exec bash -c "${@: -1}"
 """
-RANK_WRITES = "print(f'this is {rank}'); open(f'{folder}/trace{rank}.json', 'w').write('[]' * 1_500_000)"
+RANK_WRITES = """\
+print(f"this is {rank}")
+os.makedirs(f"{folder}/trace", exist_ok=True)
+open(f"{folder}/trace/rank{rank}.jsonl", "w").write("[]" * 1_500_000)
+"""
 RANK_FAILS = """\
 time.sleep(0.5)
 text = {"rank": rank, "time": time.time(), "starting": False, "blames": False, "fault": None,
@@ -296,12 +301,33 @@ def test_no_ssh_on_the_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_all_that_ranks_write_comes_to_the_first_host(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(here, monkeypatch, RANK_WRITES, mine="pass", machines=("hostA:0", "hostB:1", "hostC:0", "hostB:0"))
     run.go()
-    assert sorted(path.name for path in run.folder.iterdir()) == sorted(
-        [*(f"rank{rank}.log" for rank in (1, 2, 3)), *(f"trace{rank}.json" for rank in (1, 2, 3))])
+    assert sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("rank*")) == sorted(
+        [*(f"rank{rank}.log" for rank in (1, 2, 3)), *(f"trace/rank{rank}.jsonl" for rank in (1, 2, 3))])
     assert (run.folder / "rank3.log").read_text() == "this is 3\n"
-    assert (run.folder / "trace3.json").read_text() == "[]" * 1_500_000  # in several messages
+    assert (run.folder / "trace" / "rank3.jsonl").read_text() == "[]" * 1_500_000  # in several messages
     assert not list((here / "temporary").iterdir())  # nothing is left there
     assert not remaining()
+
+
+def test_another_host_appends_to_files_of_its_ranks_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_module, "MOST_BYTES", 8)
+    remote = object.__new__(Remote)
+    remote._folder, remote._devices, remote._received = here / "run", {1: 0, 2: 1}, Counter()
+    (here / "outside").write_text("mine")
+    for folder in ("run/trace", "elsewhere"):
+        (here / folder).mkdir(parents=True)
+    (here / "run" / "rank2.log").symlink_to(here / "outside")
+    (here / "run" / "profiler_a").symlink_to(here / "elsewhere")
+    before = sorted(here.rglob("*"))
+    for name in ("config.yaml", "metrics.jsonl", "checkpoints/step-1/rank1.safetensors", "rank0.log", "rank2.log",
+                 "../rank1.log", "/rank1.log", "new/rank1.log", "profiler_a/rank1/rank1.json", "rank1.log/x",
+                 "rank١.log", ""):
+        remote._append(name, b"put")
+    assert sorted(here.rglob("*")) == before
+    assert (here / "outside").read_text() == "mine"
+    for data in (b"first ", b"in", b" too much"):
+        remote._append("rank1.log", data)
+    assert (here / "run" / "rank1.log").read_text() == "first in"
 
 
 @pytest.mark.parametrize("mine", [RANK_STAYS, "pass"], ids=["while-others-run", "when-others-have-ended"])

@@ -77,7 +77,7 @@ def run_init(options: argparse.Namespace) -> None:
         raise UserError(f"{stages} stages, but the model has only {len(model)} layers",
                         hint=f"give --stages {len(model)} or less, or a larger --size")
     try:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write '{output}': {error.strerror}", hint="name another file with -o") from None
     file = shlex.quote(str(output))

@@ -14,11 +14,14 @@ from signal import SIGUSR1
 from vpipe.app.command_line import setting_words
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.rank_env import check_neighbours, ranks_of
+from vpipe.app.visualize.table import check_output
 from vpipe.errors import RunError, UserError, counted
 
 
 def run_slurm(options: argparse.Namespace) -> None:
     """Print the batch script, write it to a file, or submit it. Opens no data: they may be readable on nodes only."""
+    if options.output is not None:
+        check_output(options.output)
     config = load_config(options.config, options.settings, started=True)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
     check_neighbours(config, [f"node {node}" for node in range(options.nodes) for _ in range(per_node)])
@@ -38,10 +41,9 @@ def run_slurm(options: argparse.Namespace) -> None:
                           ["vpipe", "slurm", path, *chosen, *overrides])
     if options.output is not None:
         try:
-            options.output.write_text(script)
+            options.output.write_text(script, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write '{options.output}': {error.strerror}", hint="name a file in a folder that "
-                            "exists and can be written as -o") from None
+            raise UserError(f"cannot write '{options.output}': {error.strerror}", hint="make room there") from None
     if options.submit:
         print(f"submitted job {_submit(script)}: squeue shows it")
     elif options.output is None:
@@ -67,10 +69,10 @@ SAVE_S = 120
 WRITTEN_BY = "# Written by: "
 """Before the command, in the script that it wrote."""
 
-_TIME = re.compile(r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}")
+_TIME = re.compile(r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}|infinite|UNLIMITED", re.ASCII)
 """``--time`` of sbatch: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, or DAYS-HOURS[:MINUTES[:SECONDS]]."""
 
-_PARTITION = re.compile(r"[\w.+-]+(,[\w.+-]+)*")
+_PARTITION = re.compile(r"[\w.+-]+(,[\w.+-]+)*", re.ASCII)
 
 
 @dataclass(frozen=True)

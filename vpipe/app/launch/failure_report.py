@@ -11,12 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.train.run_folder import failure_path, log_path
 from vpipe.distributed import Fault, watch
 from vpipe.errors import Problem, RunError, UserError, VpipeError
+
+
+@dataclass
+class _Report:
+    """A report as :func:`write_report` writes it."""
+
+    rank: int
+    time: float
+    blames: bool
+    fault: Fault | None
+    reporter: bool
+    starting: bool
+    lasting: bool
+    problems: Annotated[list[tuple[str, str, str | None]], Field(min_length=1)]
+    frames: str
+
+
+_REPORT = TypeAdapter(_Report)
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
@@ -52,19 +72,19 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
 
 
 def read_report(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Return the report of a rank; None without one, or if it is incomplete or of another vpipe."""
+    """Return the report of a rank; None without one, or if it is damaged or of another vpipe."""
     try:
-        report = json.loads(failure_path(folder, rank).read_text())
-    except (OSError, json.JSONDecodeError):
+        return asdict(_REPORT.validate_json(failure_path(folder, rank).read_bytes()))
+    except (OSError, ValueError):
         return None
-    return report if isinstance(report, dict) and "fault" in report else None
 
 
 def read_reports(folder: Path) -> list[tuple[dict[str, Any], Fault | None]]:
     """Return the reports of a run, each with the failure that its rank knows, in the order in which they are believed:
     those of ranks that failed by themselves first, then that of the rank which reports for others, then by time.
     """
-    ranks = (int(path.name[4:].partition(".")[0]) for path in folder.glob("rank*.failure.json"))
+    ranks = (int(path.name[4:].partition(".")[0]) for path in folder.glob("rank*.failure.json")
+             if path.name[4:].partition(".")[0].isdecimal())
     reports = sorted((report for rank in ranks if (report := read_report(folder, rank)) is not None),
                      key=lambda report: (report["blames"], not report["reporter"], report["time"]))
     return [(report, report["fault"] and Fault.from_message(report["fault"])) for report in reports]

@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
@@ -34,6 +34,13 @@ HELLO_S = 20.0
 
 READY_S = 60.0
 """Time for a host to check the way to the first one."""
+
+MOST_BYTES = 4 << 30
+"""Largest size of a file that a host sends."""
+
+_OF_RANK = re.compile(r"rank(?P<rank>\d+)\.(log|failure\.json)|trace/(lane\d+/)?rank\d+\.jsonl|"
+                      r"profiler_[\w.-]+/rank\d+/rank\d+\.[\w.-]+", re.ASCII)
+"""What the ranks of a host write: logs and failure reports of their own, timelines, profiles."""
 
 NO_DIRECTORY = 96
 """Exit status of the remote shell that finds no ``launch.directory``."""
@@ -73,6 +80,7 @@ class Remote:
         self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._errors: deque[str] = deque(maxlen=20)
         self._folder: Path | None = None
+        self._received: Counter[str] = Counter()  # bytes, by the name of a file
         self._heard_at = self._asked_at = time.monotonic()
         self._closed, self._sending = Event(), Lock()
         self.lost: dict[int, End] = {}
@@ -253,10 +261,14 @@ class Remote:
             self._errors.append(line.decode(errors="replace").strip())
 
     def _append(self, name: str, data: bytes) -> None:
-        path = PurePosixPath(name)
-        if self._folder is None or path.is_absolute() or ".." in path.parts:
+        """Append to a file of the host's ranks; other names, links and what is beyond the limit are left out."""
+        found, folder = _OF_RANK.fullmatch(name), self._folder
+        if folder is None or found is None or (found["rank"] and int(found["rank"]) not in self._devices):
             return
-        target = self._folder / path
+        target = folder / name
+        self._received[name] += len(data)
+        if self._received[name] > MOST_BYTES or target.resolve() != folder.resolve() / name:
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:
             file.write(data)

@@ -205,7 +205,7 @@ def _holder(folder: Path) -> tuple[str | None, bool | None]:
         with suppress(OSError, ValueError):
             text = (folder / name).read_text().strip()
             _, process, _, host = text.split(maxsplit=3)
-            alive = None if host != socket.gethostname() else _exists(int(process))
+            alive = None if host != socket.gethostname() else int(process) > 0 and _exists(int(process))
             if found[0] is None or alive:
                 found = text, alive
     return found
@@ -214,7 +214,7 @@ def _holder(folder: Path) -> tuple[str | None, bool | None]:
 def _exists(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass  # another user's

@@ -214,8 +214,10 @@ Row = Mapping[str, Any]
 
 
 def check_output(path: Path) -> None:
-    """Refuse a path that cannot be written as a file, before any work is done."""
+    """Refuse a path that cannot be written as a new file, before any work is done."""
     folder, why = path.absolute().parent, None
+    if path.exists() and not path.is_dir():
+        raise UserError(f"'{path}' exists already", hint="name another as -o, or remove it first")
     if path.is_dir() or not folder.is_dir():
         why = "it is a folder" if path.is_dir() else "it is in no folder"
     else:
