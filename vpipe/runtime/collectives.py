@@ -28,7 +28,7 @@ from vpipe.model.split import StageSpec
 from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equal, is_joint
+from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equal, is_joint, is_of_torch
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
 from vpipe.runtime.transport.transport import as_bytes, from_bytes
@@ -129,7 +129,7 @@ class Collectives:
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
                  lanes: Lanes, timeout_s: float, zero1: bool = False) -> None:
-        self._zero1, self._settled = zero1, False
+        self._zero1, self._compares = zero1, False
         self._workers, self._specs, self._placement = workers, specs, placement
         self._lanes, self._lane, self._timeout_s = lanes, lanes.own, timeout_s
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
@@ -193,17 +193,18 @@ class Collectives:
     def check_trained(self) -> None:
         """Refuse to train if there are parameters, but no stage has an optimizer; and if several stages, or replicas
         that step parts of one, have optimizers of a kind that steps all its parameters by the gradients of each."""
-        optimizers = [(f"{type(each).__name__} {name}", each) for name, of_stage in self._optimizers.items()
+        optimizers = [(type(each).__name__, stage, each) for stage, of_stage in self._optimizers.items()
                       for each in of_stage.optimizers]
         exist = any(stage.weights.names for worker in self._workers.values() for stage in worker.stages.values())
-        found = self.exchange.united(dict.fromkeys(["parameters"] * exist + [name for name, _ in optimizers]))
+        found = self.exchange.united(dict.fromkeys(["parameters"] * exist, True) | {
+            f"{kind} {stage}": is_of_torch(each) for kind, stage, each in optimizers})
         if found.keys() == {"parameters"}:
             raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
-        made = Counter(name.split()[0] for name in found)
+        made = Counter(name.split()[0] for name, of_torch in found.items() if not of_torch)
+        self._compares = max(made.values(), default=0) > 1
         with self.problems_of_all():
-            for name, optimizer in optimizers:
-                kind, _, stage = name.partition(" ")
+            for kind, stage, optimizer in optimizers:
                 if made[kind] > 1 and is_joint(optimizer):
                     raise UserError(f"{kind} steps a parameter by the gradients of others, too, such as by a norm over "
                                     f"all, but that of {stage} sees one of {made[kind]} parts of the model",
@@ -219,20 +220,13 @@ class Collectives:
     def check_numbers(self) -> None:
         """Refuse numbers that the optimizers of stages have changed as they stepped, and that differ between stages.
 
-        All stages have made the same updates. Where none has changed one in the first, processes do not exchange any
-        again, and a later change is refused by :meth:`StageOptimizer.step`.
+        All stages have made the same updates.
         """
-        here = self._optimizers
-        if self._settled or (self.job.ranks == 1 and not any(each.written for each in here.values())):
-            return
-        of_all = self.job.all_gather([all(each.stepped for each in here.values()),
-                                      {stage: each.numbers() for stage, each in here.items()}])
-        numbers = {stage: own for _, each in of_all for stage, own in each.items()}
-        check_equal(numbers)
-        self._settled = (self.job.ranks > 1 and all(stepped for stepped, _ in of_all)
-                         and not any(any(own.values()) for own in numbers.values()))
-        for each in here.values():
-            each.settled = self._settled and len(numbers) > 1
+        if self._compares:
+            of_all = self.job.all_gather([{stage: each.numbers() for stage, each in self._optimizers.items()},
+                                          sorted(name for each in self._optimizers.values() for name in each.written)])
+            check_equal({stage: own for numbers, _ in of_all for stage, own in numbers.items()},
+                        dict.fromkeys(name for _, written in of_all for name in written))
 
     def check_same(self, name: str, value: str, hint: str) -> None:
         """Refuse an argument that differs between ranks, on every rank."""

@@ -6,14 +6,13 @@ and counts in no norm. With several optimizers every parameter must be in one of
 
 from __future__ import annotations
 
-import dis
 import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from vpipe import accelerator
-from vpipe.distributed.watchdog import watch
 from vpipe.errors import Problem, UserError, VpipeError, counted
 from vpipe.runtime.sharded_tensors import is_sharded
 
@@ -33,8 +31,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | No
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
 """Named parameters of a stage -> its optimizers."""
 
-Numbers = Mapping[str, Sequence[str] | None]
-"""Name of a number that a step may change -> its values in words, of all groups; None where no step has changed it."""
+Numbers = Mapping[str, Sequence[str]]
+"""Name of a number beside the state of parameters -> its values in words, of all groups."""
 
 _Numbers = dict[str, list[tuple[Any, int]]]
 
@@ -60,9 +58,7 @@ class StageOptimizer:
     Attributes:
         of_parameter: by the name of a parameter, the optimizer that steps it and the number of its group there.
         untrained: positions of the parameters that no optimizer steps here.
-        stepped: whether there was a step.
         written: names of the numbers beside the state of parameters that a step has changed.
-        settled: whether that is refused from now on, since other stages would not hear of it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -76,7 +72,6 @@ class StageOptimizer:
         self._first_numbers = self._numbers()
         self._partial = False  # steps some of the parameters, as replicas step the others
         self.written: set[str] = set()
-        self.stepped, self.settled = not optimizers, False
 
     def own(self, names: Collection[str]) -> None:
         """Step these parameters only, and keep no state of others; the parameter groups stay, also empty ones."""
@@ -132,26 +127,19 @@ class StageOptimizer:
         Raises:
             UserError: one that steps some of the stage's parameters may depend on the others.
         """
-        before = None if all(map(_writes_no_numbers, self.optimizers)) else self._numbers()
+        before = None if all(map(is_of_torch, self.optimizers)) else self._numbers()
         for optimizer in self.optimizers:
             if self._partial and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
                 raise UserError(f"{type(optimizer).__name__} has hooks around its step, which would see the parameters "
                                 "of one replica only", hint="leave out zero1, or the hooks")
             _step(optimizer)
-        self.stepped = True
-        changed = [] if before is None else _changed(before, self._numbers())
-        self.written.update(changed)
-        if changed and self.settled:
-            error = UserError(f"{first_of(changed)} changed in a step, but in none of the first update, after which "
-                              "processes compare nothing", hint="let the optimizer write the number in its first step, "
-                                                                "too, or change it between two steps")
-            watch.failed(error)
-            raise error
+        if before is not None:
+            self.written.update(_changed(before, self._numbers()))
 
     def numbers(self) -> Numbers:
         """Return the numbers beside the state of parameters, in words. To read one that is on a GPU waits for it."""
         return {name: [str(value.item() if isinstance(value, Tensor) else value) for value, _ in values]
-                if name in self.written else None for name, values in self._numbers().items()}
+                for name, values in self._numbers().items()}
 
     def step_at_rate(self, factor: float, step: Callable[[], None]) -> None:
         """Call ``step`` with learning rates multiplied by ``factor``; after it they are the user's or a scheduler's.
@@ -200,21 +188,16 @@ class StageOptimizer:
         return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
     def _numbers(self) -> _Numbers:
-        """Return the numbers of the optimizers that are not state of a parameter; groups of a class have one name.
+        """Return the numbers in parameter groups, of which those of a class have one name, and attributes.
 
         Of a tensor with its version, since to read it would synchronize a GPU.
         """
         found: _Numbers = defaultdict(list)
         for optimizer in self.optimizers:
-            shared: Any = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-            tables = (value for key, value in (*vars(optimizer).items(), *shared.items())
-                      if isinstance(value, dict) and key not in ("state", "defaults"))
             for where, place in (*(("of the parameter groups", group) for group in optimizer.param_groups),
-                                 ("among the attributes", vars(optimizer)), ("in the state", shared),
-                                 *(("in a table", table) for table in tables)):
+                                 ("among the attributes", vars(optimizer))):
                 for key, value in place.items():
-                    own = float if str(key).startswith("_") else (int, float, str, tuple)  # torch has flags of its own
-                    if isinstance(value, own) or (isinstance(value, Tensor) and value.numel() == 1):
+                    if type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1):
                         found[f"'{key}' {where} of {type(optimizer).__name__}"].append(
                             (value, getattr(value, "_version", 0)))
         return found
@@ -264,19 +247,20 @@ def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
 
 
 def _changed(before: _Numbers, now: _Numbers) -> list[str]:
-    return [] if now == before else [name for name, values in now.items() if values != before.get(name)]
+    return [name for name, values in now.items() if values != before.get(name)]
 
 
-def check_equal(numbers: Mapping[str, Numbers]) -> None:
-    """Refuse numbers that optimizers write as they step, if they differ between stages that have made as many steps.
+def check_equal(numbers: Mapping[str, Numbers], written: Collection[str]) -> None:
+    """Refuse numbers that optimizers have written as they stepped, if they differ between stages.
 
     A stage may have fewer parameter groups than another: its values must be among those of the other.
 
     Args:
-        numbers: :meth:`StageOptimizer.numbers` of every stage, by its name.
+        numbers: :meth:`StageOptimizer.numbers` of every stage, by its name; all have made as many steps.
+        written: names of those that a step has changed on any stage.
     """
-    for name in dict.fromkeys(name for own in numbers.values() for name, values in own.items() if values):
-        of_stage = {stage: set(own[name] or ["what it was"]) for stage, own in numbers.items() if name in own}
+    for name in written:
+        of_stage = {stage: set(own[name]) for stage, own in numbers.items() if name in own}
         most = max(of_stage, key=lambda stage: len(of_stage[stage]))
         for stage, values in of_stage.items():
             if other := sorted(values - of_stage[most]):
@@ -288,63 +272,50 @@ def check_equal(numbers: Mapping[str, Numbers]) -> None:
 def is_joint(optimizer: Optimizer) -> bool:
     """Return whether gradients of one parameter change how others are stepped, as a norm over all does.
 
-    A copy of the optimizer shows it, by three steps of small parameters, without hooks. False where a step may change
-    more than the copy, since the optimizer or its step holds other things than numbers, functions and parameters.
+    A copy of the optimizer shows it, by three steps of small parameters, without hooks. False where the copy fails, or
+    where a step may change more than the copy, since the optimizer holds objects other than functions and parameters.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    known = set(map(id, parameters))
+    copied = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
-    step = inspect.unwrap(type(optimizer).step)
-    names = {line.argval for line in dis.get_instructions(step) if line.opname in ("LOAD_GLOBAL", "LOAD_DEREF")}
-    around = inspect.getclosurevars(step)
-    if type(optimizer).__module__.startswith("torch.optim.") or any(
-            hasattr(each, "__dict__") and id(each) not in known and not isinstance(each, (FunctionType, type))
-            and not (isinstance(each, Tensor) and each.numel() == 1) for each in _values_within(own, set())) or not all(
-            isinstance(value, (FunctionType, ModuleType, type, int, float, str))
-            for name, value in {**around.globals, **around.nonlocals}.items() if name in names):
+    step_of_class: Any = type(optimizer).step
+    if any(hasattr(each, "__dict__") and id(each) not in copied and not isinstance(each, (FunctionType, type))
+           for each in _values_within(own, set())):
         return False
 
     @accelerator.seeded(0)
     def stepped(factor: float) -> list[Tensor]:
         """Return every other parameter after three steps; ``factor``: of the gradients of the rest."""
-        def like(p: Tensor) -> Tensor:
-            return torch.randn([min(n, 4) for n in p.shape]).to(p.device, p.dtype)
-
+        small = {key: nn.Parameter(p.new_ones([min(n, 4) for n in p.shape])) for key, p in copied.items()}
         copy = object.__new__(type(optimizer))
-        vars(copy).update(deepcopy(own, {id(p): nn.Parameter(like(p)) for p in parameters}), state=defaultdict(dict))
+        vars(copy).update(deepcopy(own, dict(small)), state=defaultdict(dict))
         chosen = [p for group in copy.param_groups for p in group["params"][:3]]
         for group in copy.param_groups:
-            group.update({"lr": group["lr"] * 0 + 0.1} if "lr" in group else {})  # it may be 0 before a warm-up
+            group["lr"] = 0.1  # it may be 0 before a warm-up
         for step in range(3):
             for i, p in enumerate(chosen):
-                p.grad = like(p) * factor ** (i % 2 * step)
-            getattr(type(copy).step, "__wrapped__", type(copy).step)(copy)
+                p.grad = torch.randn_like(p) * factor ** (i % 2 * step)
+            step_of_class.__wrapped__(copy)
         return chosen[::2]
 
     with warnings.catch_warnings(action="ignore"), suppress(Exception):
-        first, other, again = stepped(1.0), stepped(100.0), stepped(1.0)
-        return not all(map(torch.allclose, first, other)) and all(map(torch.equal, first, again))
+        return not all(map(torch.allclose, stepped(1.0), stepped(100.0)))
     return False
 
 
-def _is_bare(optimizer: Optimizer) -> bool:
-    """Return whether a step is that of the class, without hooks, and without what schedulers put around it."""
-    return not ("step" in vars(optimizer) or getattr(type(optimizer).step, "__code__", None) is not _WRAPPER
-                or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-
-
-def _writes_no_numbers(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.") and _is_bare(optimizer)
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether this is one of torch's, which step each parameter by its own gradients and state."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _step(optimizer: Optimizer) -> None:
     """Step an optimizer; without torch's wrapper where that has nothing to do: it takes longer than a small step."""
-    if _is_bare(optimizer) and not profiler._is_profiler_enabled:
-        step: Any = type(optimizer).step
-        step.__wrapped__(optimizer)
-    else:
+    step: Any = type(optimizer).step
+    if ("step" in vars(optimizer) or getattr(step, "__code__", None) is not _WRAPPER  # a scheduler's, or a user's
+            or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled):
         optimizer.step()
+    else:
+        step.__wrapped__(optimizer)
 
 
 def _mark(value: object) -> object:
