@@ -39,7 +39,8 @@ from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint, ShardedState
 from vpipe.runtime.pipeline_schedule import prepare_schedule
-from vpipe.runtime.stage_optimizer import first_of
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_layers import NARROW
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.surroundings import Surroundings
@@ -80,7 +81,7 @@ class Pipeline:
         UserError: the numbers do not fit the model, the schedule or the processes.
 
     Warns:
-        UserWarning: trained parameters have 16 bits in ``fp32``, or ``bf16_pure`` rounds what is not trained.
+        UserWarning: trained parameters have 16 bits in ``fp32``.
         PerformanceWarning: a schedule with a flush has fewer microbatches than ranks, so some ranks always wait; or
             under one without, gradients are more than two updates late on average.
     """
@@ -137,8 +138,8 @@ class Pipeline:
             return
         if CsvFile.is_path(order.schedule) and (left_out := CsvFile.read(order.schedule).note) is not None:
             warnings.warn(left_out, stacklevel=2)
-        if found := self.engine.lossy:
-            warnings.warn(_lossy(found, computed), stacklevel=2)
+        for lost in _narrow(self.engine.local_stages) if computed.dtype is None else ():
+            warnings.warn(lost, stacklevel=2)
         for slow in _slow(lowered, bool(description.delay_correction)):
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
 
@@ -486,15 +487,14 @@ def _check_lanes(description: Description, width: int) -> None:
         raise UserError.all_of(refused)
 
 
-def _lossy(found: Mapping[str, str], precision: Precision) -> str:
-    """Return a warning of parameters whose dtype loses something, by name with that dtype."""
-    which = f"{first_of(list(map(repr, found)))} ({', '.join(sorted(set(found.values())))})"
-    if precision.dtype is None:
-        return (f"{counted(len(found), 'trained parameter')} of 16 bits: {which}; precision 'fp32' leaves them, their "
-                "gradients and the optimizer's state so, and steps below 1/256 of a number in bfloat16, 1/2048 in "
-                "float16, are lost: precision='bf16_pure' trains the same layers with fp32 masters")
-    return (f"precision 'bf16_pure' rounds {counted(len(found), 'frozen parameter')}, in state_dict too: {which}; make "
-            "what must stay, such as frequencies, a buffer (register_buffer), and give the others in bfloat16")
+def _narrow(stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield a warning of the first trained parameter of 16 bits, if there is one."""
+    for name in (name for stage in stages for name, p in stage.named_parameters()
+                 if p.requires_grad and p.dtype in NARROW):
+        yield (f"trained parameters have 16 bits, such as '{name}'; precision 'fp32' leaves them, their gradients and "
+               "the optimizer's state so, and steps below 1/256 of a number in bfloat16, 1/2048 in float16, are lost: "
+               "precision='bf16_pure' trains the same layers with fp32 masters")
+        return
 
 
 def _slow(schedule: Schedule, corrected: bool) -> Iterator[str]:

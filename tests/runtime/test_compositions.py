@@ -109,7 +109,6 @@ def uneven(batches: int, samples: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=[pytest.mark.extras("async_threaded")] * (
     row["executor"] == "async_threaded"), id="-".join(map(str, row.values()))) for row in covering()])
-@pytest.mark.filterwarnings("ignore:precision .bf16_pure. rounds")
 def test_every_two_settings_equal_their_oracle(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of microbatches that no width divides, streams that end with incomplete rounds, an evaluation between."""
     words = {name: value for name, value in row.items() if name not in ("model", "widths", "buckets")}

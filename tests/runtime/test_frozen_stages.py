@@ -84,7 +84,6 @@ def test_every_kind_of_schedule_equals_its_oracle(frozen: int, words: dict[str, 
     {"schedule": "interleaved", "partition": [1, 2, 1, 2], "chunks": 2, "precision": "bf16_pure"},
     {"schedule": "zb_h1", "placement": [[0, 1], [2], [3, 4]], "partition": [2, 2, 2], "zero1": True},
     {"schedule": "pipedream", "placement": [[0], [1, 2], [3]], "partition": [1, 3, 2], "update_every": 1}])
-@pytest.mark.filterwarnings("ignore:precision .bf16_pure. rounds")
 def test_a_tied_weight_that_is_not_trained_is_exchanged_once(words: dict[str, Any], tmp_path: Path) -> None:
     pipe, _ = equals_its_oracle(tied, rich_batches(3, 8), rich_batches(2, 8, seed=4), **words)
     assert not pipe.lowered.ties

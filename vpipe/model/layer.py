@@ -255,12 +255,11 @@ def parameter_of(layer: str, module: nn.Module, name: str) -> nn.Parameter:
     return known[name]
 
 
-def kind_of(parameter: Tensor, dtype: torch.dtype | None = None) -> str:
-    """Return shape and dtype (or another one) as text, of a DTensor its placements, too, and whether it is not trained.
-    """
+def kind_of(parameter: Tensor) -> str:
+    """Return shape and dtype as text, of a DTensor its placements, too, and whether it is not trained."""
     placed = "".join(f", {place}" for place in getattr(parameter, "placements", ()))
     frozen = "" if parameter.requires_grad else ", frozen"
-    return f"{list(parameter.shape)} ({str(dtype or parameter.dtype).removeprefix('torch.')}{placed}{frozen})"
+    return f"{list(parameter.shape)} ({str(parameter.dtype).removeprefix('torch.')}{placed}{frozen})"
 
 
 def check_alike(tied: Mapping[str, str]) -> None:

@@ -273,7 +273,7 @@ class Collectives:
         if not tied:
             return set()
         known = self.exchange.united({
-            name: [kind_of(parameter, stage.dtypes[name]), parameter.requires_grad] for stages in built.values()
+            name: [kind_of(parameter), parameter.requires_grad] for stages in built.values()
             for stage in stages.values() for name, parameter in stage.named_parameters()
             if name in tied or name in tied.values()})
         for own, target in tied.items():

@@ -64,7 +64,6 @@ class Engine:
         workers: of this process, by rank.
         collectives: operations that all ranks call together.
         schedule: the lowered one, without the backwards of stages in front that train nothing.
-        lossy: of all stages, see :class:`~vpipe.runtime.stage_layers.StageLayers`.
         interrupts: lets Ctrl-C wait until the pipeline is whole.
         position: of training; microbatches in flight are not counted.
         surroundings: what a script has around its calls.
@@ -100,8 +99,6 @@ class Engine:
         with self.collectives.problems_of_all(foreign):
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)
-        self.lossy = self.collectives.exchange.united({name: dtype for built in stages.values() for stage in
-                                                       built.values() for name, dtype in stage.lossy.items()})
         frozen = self.collectives.frozen_ties(stages)
         ties = ties_between(specs, lambda name: name not in frozen)
         self.schedule = schedule = with_frozen(schedule, self._frozen(stages), ties)

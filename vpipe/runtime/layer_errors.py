@@ -40,13 +40,9 @@ def forward_error(number: int, layer: Layer, module: nn.Module, inputs: Mapping[
                 "all parameters of the layer are DTensors, and an input or a buffer is not") + (
             ": name every module that meets DTensors in the plan of parallelize_module, or let those before it return "
             "plain tensors (use_local_output=True)")
-    met = {(kind, t.dtype): name for kind, tensors in (
-        ("input", inputs.items()), ("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
-        for name, t in tensors if t.is_floating_point()}
-    if isinstance(error, RuntimeError) and "type" in str(error) and len({dtype for _, dtype in met}) > 1:
-        hint = ", ".join(f"{kind} '{name}' is {dtype}" for (kind, dtype), name in met.items()) + (
-            ": cast what meets a weight, as in (h + self.table).to(h.dtype), for buffers are not rounded; or use "
-            "precision='bf16', whose autocast casts")
+    if "BFloat16" in str(error) and any(buffer.dtype is torch.float32 for buffer in module.buffers()):
+        hint = ("buffers are not rounded: cast what meets a weight, as in (h + self.table).to(h.dtype), or use "
+                "precision='bf16', whose autocast casts")
     return RunError(f"the forward of layer {number} '{layer.name}' on {describe_tensors(inputs)} raised "
                     f"{_raised(error)}", hint=hint_of(error, hint))
 

@@ -56,30 +56,24 @@ class Rounding:
         """Return the tensor in the reduced precision, if it is fp32."""
         return tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor
 
-    def convert(self, modules: Iterable[nn.Module], pure: bool) -> tuple[dict[int, Tensor], set[int]]:
+    def convert(self, modules: Iterable[nn.Module], pure: bool) -> dict[int, Tensor]:
         """Give parameters the dtype in which layers compute; buffers stay as their layers made them.
 
         If ``pure``, parameters are rounded, and trained ones have fp32 masters; else trained ones are fp32. What has
-        running statistics (BatchNorm) is fp32 with these: in 16 bits they would stop following small changes.
-
-        Returns:
-            The masters, and the frozen parameters whose rounding lost something, by their ids.
+        running statistics (BatchNorm) is fp32 with these: in 16 bits they would stop following small changes. Returns
+        the masters by the ids of their parameters.
         """
         masters: dict[int, Tensor] = {}
-        lost: set[int] = set()
         for part in (part for module in modules for part in module.modules()):
             running = getattr(part, "running_mean", None) is not None
             for tensor in (*part.parameters(recurse=False), *(part.buffers(recurse=False) if running else ())):
                 if id(tensor) in masters or tensor.dtype not in (torch.float32, *NARROW):
                     continue
-                before, rounds = tensor.data, pure and not running
-                if rounds or running or tensor.requires_grad:
-                    set_data(tensor, before.to(self.dtype if rounds else torch.float32))
-                if rounds and tensor.requires_grad:
-                    masters[id(tensor)] = before.float()
-                elif rounds and not torch.equal(local(tensor.data).to(before.dtype), local(before)):
-                    lost.add(id(tensor))
-        return masters, lost
+                if tensor.requires_grad and pure and not running:
+                    masters[id(tensor)] = tensor.data.float()
+                if pure or running or tensor.requires_grad:
+                    set_data(tensor, tensor.data.to(self.dtype if pure and not running else torch.float32))
+        return masters
 
 
 class StageLayers:
@@ -94,8 +88,6 @@ class StageLayers:
         generators: of random numbers, that the layers draw from.
         rounding: of the layers' outputs; None in fp32.
         dtypes: of the parameters as the layers were built, by name.
-        lossy: by name, the dtypes of trained parameters in which small steps are lost, and of frozen ones whose
-            rounding lost something.
         divided: whether the schedule gathers the weights that ``fully_shard`` has divided.
         check_hooks: refuses hooks on parameters where torch does not call them.
 
@@ -122,10 +114,8 @@ class StageLayers:
         self._share_ties()
         self._weight_rounding = self.rounding if precision.pure else None  # other precisions round in autocast
         self.dtypes = {name: parameter.dtype for name, parameter in self.named_parameters()}
-        masters, lost = ({}, set[int]()) if self.rounding is None else self.rounding.convert(
+        masters = {} if self.rounding is None else self.rounding.convert(
             map(rounded_module, self.modules.values()), precision.pure)
-        self.lossy = {name: str(self.dtypes[name]).removeprefix("torch.") for name, p in self.named_parameters()
-                      if id(p) in lost or (self.rounding is None and p.requires_grad and p.dtype in NARROW)}
         self.weights, self.borrowed = self._collect_weights(masters if precision.pure else None)
         self.all_weights = (self.weights, *self.borrowed.values())
         self.frozen_ties = self._share_frozen_ties()
@@ -293,8 +283,7 @@ class StageLayers:
                                 hint="let the layer keep a buffer instead of an extra state")
         if self.rounding is not None:
             masters = {id(leaf): master for leaf, (name, master) in
-                       zip(self.weights.leaves(), self.weights.masters.items(), strict=True)
-                       if self.weights.owns(name)} if self._weight_rounding is not None else {}
+                       zip(self.weights.leaves(), self.weights.masters.items(), strict=True) if self.weights.owns(name)}
             state = {name: masters[id(value)] if id(value) in masters else value.to(
                 torch.promote_types(value.dtype, torch.float32) if value.requires_grad else
                 self.dtypes.get(name, value.dtype)) for name, value in state.items()}

@@ -46,9 +46,8 @@ class ReferencePrecision(Precision):
         bf16. Running statistics and the parameters beside them are fp32; other buffers stay."""
         for part in (part for module in map(rounded_module, modules) for part in module.modules()):
             running = part._buffers.get("running_mean") is not None
-            for tensor in part.parameters(recurse=False) if not running else (
-                    *part.parameters(recurse=False), *part.buffers(recurse=False)):
-                if self.dtype is None or tensor.dtype not in REAL[1:]:
+            for tensor in (*part.parameters(recurse=False), *(part.buffers(recurse=False) if running else ())):
+                if self.dtype is None or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                     continue
                 if running or (self.autocasts and tensor.requires_grad):
                     set_data(tensor, tensor.data.float())
@@ -58,11 +57,6 @@ class ReferencePrecision(Precision):
     def weight(self, master: Tensor) -> Tensor:
         """Return a weight as a layer computes with it."""
         return self._rounded(master) if self.pure else master
-
-    def kept(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which a tensor of a model, as it was built, is trained and saved."""
-        return torch.promote_types(tensor.dtype, torch.float32) if (
-            self.dtype is not None and tensor.requires_grad and tensor.dtype in REAL) else tensor.dtype
 
     def fields(self, batch: Mapping[str, Tensor], exact: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the fields of a batch as layers read them, with bf16 layers rounded but for those named."""
@@ -86,8 +80,6 @@ class ReferencePrecision(Precision):
 
 
 FP32 = ReferencePrecision()
-
-REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ReferenceModel:
@@ -122,9 +114,10 @@ class ReferenceModel:
         self._stage = [spec.index for spec in specs for _ in spec.layers]
         self.parameters = self._trainable()
         self.masters = self.parameters if not precision.pure else {
-            name: nn.Parameter(p.detach().to(precision.kept(p), copy=True)) for name, p in self.parameters.items()}
-        self._dtypes = {name: precision.kept(value) for name, value in self._module_tensors().items()
-                        if isinstance(value, nn.Parameter)}
+            name: nn.Parameter(p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True))
+            for name, p in self.parameters.items()}
+        self._frozen = {name: value.dtype for name, value in self._module_tensors().items()
+                        if isinstance(value, nn.Parameter) and not value.requires_grad}
         precision.round(self.layers)
         copies = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()
                   if target in self.parameters}
@@ -209,8 +202,10 @@ class ReferenceModel:
     def state(self) -> dict[str, Tensor]:
         """Return copies of unrounded parameters and replica 0's buffers, named as in ``Pipeline.state_dict``, frozen
         ones in the dtypes that they had before rounding."""
-        return {name: self.masters.get(name, value).detach().to(self._dtypes.get(name, value.dtype), copy=True)
-                for name, value in self._module_tensors().items()}
+        canonical = {id(p): name for name, p in self.parameters.items()}
+        unrounded = {name: self.masters.get(canonical.get(id(value), ""), value).detach()
+                     for name, value in self._module_tensors().items()}
+        return {name: value.to(self._frozen.get(name, value.dtype), copy=True) for name, value in unrounded.items()}
 
     def _module_tensors(self) -> dict[str, Tensor]:
         return {f"{layer.name}.{name}": value for layer in self._model.layers for name, value in
