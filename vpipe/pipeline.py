@@ -39,7 +39,6 @@ from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint, ShardedState
 from vpipe.runtime.pipeline_schedule import prepare_schedule
-from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import NARROW
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
@@ -138,8 +137,12 @@ class Pipeline:
             return
         if CsvFile.is_path(order.schedule) and (left_out := CsvFile.read(order.schedule).note) is not None:
             warnings.warn(left_out, stacklevel=2)
-        for lost in _narrow(self.engine.local_stages) if computed.dtype is None else ():
-            warnings.warn(lost, stacklevel=2)
+        narrow = [name for stage in self.engine.local_stages for name, p in stage.named_parameters()
+                  if p.requires_grad and p.dtype in NARROW]
+        if narrow and computed.dtype is None:
+            warnings.warn(f"trained parameters have 16 bits, such as '{narrow[0]}'; precision 'fp32' leaves them so, "
+                          "and steps below 1/256 of a number in bfloat16, 1/2048 in float16, are lost: "
+                          "precision='bf16_pure' trains the same layers with fp32 masters", stacklevel=2)
         for slow in _slow(lowered, bool(description.delay_correction)):
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
 
@@ -485,16 +488,6 @@ def _check_lanes(description: Description, width: int) -> None:
                                "fully_shard has the weights in their own precision: use bf16 or fp16"))
     if refused:
         raise UserError.all_of(refused)
-
-
-def _narrow(stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield a warning of the first trained parameter of 16 bits, if there is one."""
-    for name in (name for stage in stages for name, p in stage.named_parameters()
-                 if p.requires_grad and p.dtype in NARROW):
-        yield (f"trained parameters have 16 bits, such as '{name}'; precision 'fp32' leaves them, their gradients and "
-               "the optimizer's state so, and steps below 1/256 of a number in bfloat16, 1/2048 in float16, are lost: "
-               "precision='bf16_pure' trains the same layers with fp32 masters")
-        return
 
 
 def _slow(schedule: Schedule, corrected: bool) -> Iterator[str]:

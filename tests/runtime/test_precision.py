@@ -17,7 +17,6 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Position
 from vpipe.description.precision import Precision
 from vpipe.runtime import optimizer_step as scaling
-from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.stage import Stage
 
 WORDS, WIDTH, SAMPLES = 12, 8, 8
@@ -215,12 +214,3 @@ def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) ->
     one.prepare_backward(record.pins)
     one.backward_input(record, {"h": torch.ones_like(outputs[0])})
     assert [len(half) for half in record.weight_grads] == [halves.WAITING.get(name, len(record.weight_grads[0]))]
-
-
-def test_fp32_knows_nothing_of_it() -> None:
-    pipe = pipeline("fp32", partition=[2, 2])
-    update: OptimizerSteps = pipe.engine.workers[0].optimizer_steps
-    assert update.scaler is None
-    assert not update.global_norms
-    assert all(master.data_ptr() == leaf.data_ptr() for stage in pipe.engine.local_stages for master, leaf in
-               zip(stage.weights.masters.values(), stage.weights.leaves(), strict=True))

@@ -69,7 +69,7 @@ class Checkpoint:
                    more: Sequence[Path] = ()) -> Checkpoint:
         """Write a checkpoint of weights alone, from which a run can begin, into a folder, which is made.
 
-        They are cast to the dtypes of the model; what is fp32 there or has 16 bits may be fp32.
+        They are cast to the dtypes of the model.
 
         Args:
             about: the manifest, without the tensors and files.
@@ -82,9 +82,8 @@ class Checkpoint:
         """
         from vpipe.checkpoint.shards import write_shards  # here, for checkpoints are listed without torch
 
-        model_has = model.outline()
-        tensors = {WEIGHTS + name: tensor if TensorKind.of(tensor) == TensorKind.of(
-            ours := model_has.get(name, tensor)).widened else tensor.to(ours.dtype) for name, tensor in weights.items()}
+        kinds = {name: tensor.dtype for name, tensor in model.outline().items()}
+        tensors = {WEIGHTS + name: tensor.to(kinds.get(name, tensor.dtype)) for name, tensor in weights.items()}
         entries = {name: TensorEntry(*TensorKind.of(tensor), "") for name, tensor in tensors.items()}
         try:
             replace(about, tensors=entries).check_compatible(model)

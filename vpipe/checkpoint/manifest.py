@@ -301,10 +301,8 @@ def view_of(corrected: bool, averaged: bool, sharded: bool = False) -> View:
     asked = [text for text, given in (("corrected=False", not corrected), ("averaged=True", averaged),
                                       ("sharded=True", sharded)) if given]
     if len(asked) > 1:
-        raise UserError(f"{' and '.join(asked)} ask for different tensors in one call", hint=(
-            "leave sharded out for the whole model; the sharded state has them all: its part 'vpipe' holds "
-            f"'{average_of('<parameter>')}', '{last_change_of('<parameter>')}' and '.factor'") if sharded else
-            "leave one of the two out: the average follows the weights as they are trained, with their correction")
+        raise UserError(f"{' and '.join(asked)} ask for different tensors in one call",
+                        hint="ask for one; the part 'vpipe' of the sharded state has averages and corrections, too")
     return "average" if averaged else "trained" if corrected else "uncorrected"
 
 
