@@ -4,7 +4,7 @@ Rounding goes with the layer, not with the stage: a tensor between two layers ha
 model is cut, so every partition computes the same numbers, and transfers take half the bytes.
 
 ``bf16`` and ``fp16`` compute under :class:`torch.autocast`, layer by layer, with weights and gradients in fp32.
-``bf16_pure`` holds weights, gradients and floating buffers in bf16, and fp32 masters that the optimizer steps
+``bf16_pure`` holds weights and gradients in bf16, and fp32 masters that the optimizer steps
 (Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1). ``fp16`` scales the loss (section 3.2 there).
 """
 
