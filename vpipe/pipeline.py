@@ -170,7 +170,7 @@ class Pipeline:
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every // schedule.slices
         self._streams = schedule.stream
-        surroundings = Surroundings(world.own.type, description.precision.autocasts)
+        surroundings = Surroundings(world.own.type)
         with surroundings.set_aside():
             self.engine = Engine(model, model.split(self.partition), schedule, description, world, surroundings)
         self.lowered = self.engine.schedule

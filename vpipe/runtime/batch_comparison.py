@@ -256,7 +256,8 @@ class BatchComparison:
     @property
     def _kind(self) -> str:
         """Return the kind of message about a batch."""
-        return named("training" if self._segment.training else self.evaluation, self._segment.autocast) + " batch"
+        call, autocast = "training" if self._segment.training else self.evaluation, self._segment.autocast
+        return f"{call} batch" if autocast is None else f"{call} under torch.autocast({autocast}), batch"
 
     def _compare_with(self, peer: int, microbatch: int) -> None:
         """Compare a microbatch's batch with that of a rank before this one, unless that was done."""
@@ -310,11 +311,6 @@ class BatchComparison:
         posted = self._posted[peer]
         (message,) = self._transport.receive(peer, posted.popleft() if posted else self._post(peer))
         return from_bytes(message)
-
-
-def named(call: str, autocast: torch.dtype | None) -> str:
-    """Name a call with the autocast that its rank has around it."""
-    return call if autocast is None else f"{call} under torch.autocast({autocast}),"
 
 
 class LaneComparison:

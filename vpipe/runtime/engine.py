@@ -24,7 +24,7 @@ from vpipe.errors import RunError, UserError, counted
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
-from vpipe.runtime.batch_comparison import LaneComparison, named
+from vpipe.runtime.batch_comparison import LaneComparison
 from vpipe.runtime.build_workers import build_stages, build_workers
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.delay_correction import describe_other_factors
@@ -146,9 +146,9 @@ class Engine:
         self._compare_replicas()
         self.drain()
         self._made.clear()
-        asked = self.surroundings.calling(stop)
-        self._results.stop = lambda: asked() or watch.why_stop(self._training) is not None
-        iterator = self.surroundings.calling(iter)(batches)
+        stop = self.surroundings.calling(stop)
+        self._results.stop = lambda: stop() or watch.why_stop(self._training) is not None
+        iterator = iter(batches)
         return self._until_asked(self._train_stream(iterator, updates, pauses) if self.schedule.stream
                                  else self._train_whole(iterator, updates))
 
@@ -451,8 +451,7 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        iterator, first = self.surroundings.calling(iter)(batches), 0
-        loader = self._loader(iterator, most, evaluation=evaluation_of(wanted))
+        loader, first = self._loader(iter(batches), most, evaluation=evaluation_of(wanted)), 0
         with self.interrupts, self._taken_back(), ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted))
@@ -558,13 +557,13 @@ class Engine:
         if not training and len(self._placement) - 1 not in (stage for stage, _ in here):
             counted = None  # the last stage has them
         comparison = next((worker.comparison for worker in self.workers.values()), None)
-        lanes = None if (compare := self._lane_comparison) is None else lambda *read: compare.compare(
-            named(evaluation or "training", self.surroundings.autocast), *read)
+        lanes = None if self._lane_comparison is None else partial(
+            self._lane_comparison.compare, evaluation or "training")
         return MicrobatchLoader(batches, self._description.microbatches, self._fields, uses, used,
                                 self._device if self.schedule.stream or not training else None, comparison, lanes,
                                 counted, weigh, self._over_lanes if training else list, slices=slices,
                                 by_label=not training or self._counted is not None, equal=training,
-                                reading=self.surroundings.reading(batches))
+                                read=self.surroundings.calling(next))
 
     def _weigh(self, labels: str) -> Weigh:
         """Return how much each label counts, as the model says or now its loss; let the first losses be checked."""
@@ -613,7 +612,6 @@ class Engine:
         """Return the parts of the state that a checkpoint holds."""
         return state_parts(self.workers, self._placement)
 
-    @set_aside
     def checkpoint_state(self) -> dict[str, Tensor]:
         """Return the state of this process that a resumed run needs; see :meth:`vpipe.Pipeline.local_state`.
 

@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from vpipe import accelerator
 from vpipe.distributed.watchdog import watch
@@ -96,7 +95,7 @@ class MicrobatchLoader:
             alike, and slices by their shares of the labels of their microbatch.
         equal: whether a batch is refused that cannot be cut into so many equal microbatches. Otherwise their sizes
             differ by at most one sample, and a batch of fewer samples has a microbatch for each.
-        reading: reads the same batches under what the user has around the call; None: as they are.
+        read: calls ``next`` under what the user has around the call.
 
     Attributes:
         batches: the user's, until the loader is closed.
@@ -114,11 +113,10 @@ class MicrobatchLoader:
                  comparison: BatchChecker | None = None, lanes: CompareLanes | None = None, labels: str | None = None,
                  weigh: Weigh = CLASSES_ALIKE, over_lanes: Callable[[list[float]], list[float]] = list, *,
                  slices: int = 1, by_label: bool = True,
-                 equal: bool = True, reading: Iterator[Batch] | None = None) -> None:
-        self._reading = batches if reading is None else reading
+                 equal: bool = True, read: Callable[..., Batch | object] = next) -> None:
         self.batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._used, self._copy_to, self._comparison = used, copy_to, comparison
-        self._equal, self._lanes, self.labels, self._over_lanes = equal, lanes, labels, over_lanes
+        self._next, self._equal, self._lanes, self.labels, self._over_lanes = read, equal, lanes, labels, over_lanes
         self._weigh = weigh
         self.slices, self._by_label = slices, by_label
         self._open: dict[int, _OpenBatch] = {}
@@ -141,8 +139,8 @@ class MicrobatchLoader:
     def _read_batch(self) -> None:
         try:
             with watch.activity.during("reading a batch"):
-                batch = next(self._reading, _END)
-            fields = None if batch is _END else {name: _saved(t) for name, t in self._check(batch).items()}
+                batch = self._next(self.batches, _END)
+            fields = None if batch is _END else self._check(batch)
         except (Exception, KeyboardInterrupt) as error:  # raised when the batches before are done
             if (self._comparison is not None or self._lanes is not None) and isinstance(error, KeyboardInterrupt):
                 raise
@@ -268,7 +266,7 @@ class MicrobatchLoader:
 
     def close(self) -> None:
         """Drop the reference to the user's iterator."""
-        self.batches = self._reading = iter(())
+        self.batches = iter(())
 
     def _check(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of a batch; refuse one that lacks a field or cannot be cut as it should be."""
@@ -312,7 +310,7 @@ class MicrobatchLoader:
         if unread := [name for name in self._used if tensors[name].is_meta]:
             raise UserError(f"the field '{unread[0]}' of a batch is on the meta device, but layers of this process "
                             "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
-        return tensors
+        return {name: t.clone() if t.is_inference() else t for name, t in tensors.items()}  # backwards refuse those
 
     def _check_sequences(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse fields without sequences that can be cut into slices."""
@@ -329,13 +327,6 @@ class MicrobatchLoader:
         if (length := next(iter(tokens.values()))) < self.slices:
             raise UserError(f"sequences of {counted(length, 'token')} cannot be cut into {self.slices} slices",
                             hint=f"use at most {counted(length, 'slice')}, or longer sequences")
-
-
-def _saved(field: Tensor) -> Tensor:
-    """Return a field as graphs can save it: a copy of a tensor of inference_mode, a dual tensor without its tangent."""
-    if forward_ad._current_level >= 0:
-        field = forward_ad.unpack_dual(field).primal  # type: ignore[no-untyped-call]
-    return field.clone() if field.is_inference() else field
 
 
 @dataclass

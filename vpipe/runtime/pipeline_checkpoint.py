@@ -23,7 +23,6 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.sharded_tensors import is_sharded, whole
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.state_dict import optimizer_entries
-from vpipe.runtime.surroundings import set_aside
 from vpipe.runtime.weight_versions import WeightVersions
 
 _POSITION = "position"
@@ -126,9 +125,7 @@ class ShardedState:
     def __init__(self, engine: Engine, description: Description) -> None:
         self._engine, self._batch, self._make_optimizer = engine, description.microbatches, \
             description.update.make_optimizer
-        self.surroundings = engine.surroundings
 
-    @set_aside
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; an asynchronous pipeline drains first.
 

@@ -297,6 +297,7 @@ class Stage(StageLayers):
             else:
                 with self._autocast:
                     result = call(*arguments, **keywords)
+            torch.clear_autocast_cache()  # within an autocast around the loop casts would outlive an update
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise self._in_place_error(layer.name) from error

@@ -105,8 +105,7 @@ class StageLayers:
         self.check_hooks: Callable[[], None] = lambda: None
         self.rounding = None if precision.dtype is None else Rounding(precision.dtype)
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
-        named = {name: moved(_usable(name, model.layers[i].materialize(i, seed)), device)
-                 for i, name in self.layer_names.items()}
+        named = {self.layer_names[i]: moved(model.layers[i].materialize(i, seed), device) for i in spec.layers}
         self.generators = accelerator.generators_of(device)
         share_modules(named, {self.layer_names[i]: model.layers[i].shared for i in spec.layers})
         self.modules = {i: named[name] for i, name in self.layer_names.items()}
@@ -311,16 +310,6 @@ class StageLayers:
         if self._weight_rounding is not None:
             for name, value in self.state().items():
                 value.copy_(parted(state[name], value))
-
-
-def _usable(layer: str, module: nn.Module) -> nn.Module:
-    """Return a layer's module; refuse one that was made within a context after which nothing can be trained."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta or tensor.is_inference():
-            context = "torch.device('meta')" if tensor.is_meta else "torch.inference_mode()"
-            raise UserError(f"'{layer}.{name}' was made within {context}, and cannot be trained",
-                            hint="make the module and the pipeline outside")
-    return module
 
 
 def check_not_shared(stages: Iterable[StageLayers]) -> None:

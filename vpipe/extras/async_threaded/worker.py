@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import record_function
 
 from vpipe import accelerator
@@ -182,30 +183,6 @@ class _Done(NamedTuple):
     ended: float
 
 
-_Contexts = tuple[Any, Sequence[Any], Sequence[Any]]
-"""What a thread has around a forward: the innermost hooks for saved tensors, which alone are called, the modes of torch
-functions, such as a default device, and those of dispatch."""
-
-
-def _contexts() -> _Contexts:
-    """Return those of the calling thread."""
-    return (torch._C._autograd._top_saved_tensors_default_hooks(True),
-            torch.overrides._get_current_function_mode_stack(),  # type: ignore[no-untyped-call]
-            torch.utils._python_dispatch._get_current_dispatch_mode_stack())
-
-
-@contextmanager
-def _within(contexts: _Contexts) -> Iterator[None]:
-    """Have the contexts of another thread."""
-    hooks, *modes = contexts
-    with nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks), ExitStack() as stack:
-        for kind, entered in zip((torch.overrides, torch.utils._python_dispatch), modes, strict=True):
-            for mode in entered:
-                kind._push_mode(mode)
-                stack.callback(kind._pop_mode)
-        yield
-
-
 class ThreadedWorker(Worker):
     """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.builder.reverse_backwards`).
 
@@ -267,7 +244,8 @@ class ThreadedWorker(Worker):
         if microbatch not in self._threads:
             self._threads[microbatch] = ThreadPoolExecutor(1, thread_name_prefix=f"microbatch-{microbatch}")
         self._latest = self._threads[microbatch].submit(self._compute, stage_index, microbatch, given, self._latest,
-                                                        torch.get_num_threads(), _contexts())
+                                                        torch.get_num_threads(),
+                                                        torch._C._autograd._top_saved_tensors_default_hooks(True))
         self._under_way[stage_index, microbatch] = given, self._latest
         self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
         if self._in_turn or (stage_index == self.last_stage and microbatch == self.segment.assignment.share(
@@ -275,7 +253,7 @@ class ThreadedWorker(Worker):
             self._gather()
 
     def _compute(self, stage_index: int, microbatch: int, given: Any, before: Future[_Done] | None,
-                 threads: int, contexts: _Contexts) -> _Done:
+                 threads: int, hooks: Any) -> _Done:
         """Run the forward in the microbatch's thread, once the one before has been queued."""
         if before is not None and before.exception() is not None:  # known when that one has ended
             raise RunError(f"the microbatch before {microbatch} failed", hint="see there")
@@ -283,7 +261,8 @@ class ThreadedWorker(Worker):
             torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
         began = perf_counter()
         ordered = stage_index in self._ordered or self.stages[stage_index].changes_buffers
-        with (_within(contexts), self._streams.computing(microbatch, ordered=ordered),
+        with (nullcontext() if hooks is None else saved_tensors_hooks(*hooks),  # those of the script's thread
+              self._streams.computing(microbatch, ordered=ordered),
               self._labelled(Action(Op.FORWARD, stage_index, microbatch))):
             outputs, record = self.compute(stage_index, microbatch, given)
         return _Done(outputs, record, began, perf_counter())
