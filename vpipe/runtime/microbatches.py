@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ class MicrobatchLoader:
                  comparison: BatchChecker | None = None, lanes: CompareLanes | None = None, labels: str | None = None,
                  weigh: Weigh = CLASSES_ALIKE, over_lanes: Callable[[list[float]], list[float]] = list, *,
                  slices: int = 1, by_label: bool = True,
-                 equal: bool = True, read: Callable[..., Batch | object] = next) -> None:
+                 equal: bool = True, read: Callable[..., Any] = next) -> None:
         self.batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._used, self._copy_to, self._comparison = used, copy_to, comparison
         self._next, self._equal, self._lanes, self.labels, self._over_lanes = read, equal, lanes, labels, over_lanes

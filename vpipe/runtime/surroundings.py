@@ -9,9 +9,9 @@ and in an optimizer's step. An autocast reaches every layer by itself instead, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -19,25 +19,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Contexts(NamedTuple):
-    """The contexts of a thread; the dtype of an autocast that is enabled."""
-
-    grad: bool = True
-    inference: bool = False
-    autocast: torch.dtype | None = None
-
-
 class Surroundings:
-    """What a script has around the calls of a pipeline on a kind of device."""
+    """What a script has around the calls of a pipeline.
+
+    Args:
+        kind: of the pipeline's device.
+
+    Attributes:
+        autocast: the dtype of the autocast around the present call, if it is enabled.
+    """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._given: _Contexts | None = None  # around the present call
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of the autocast around the present call."""
-        return None if self._given is None else self._given.autocast
+        self.autocast: torch.dtype | None = None
+        self._given: Callable[[], AbstractContextManager[None]] | None = None  # around the present call
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -45,24 +40,24 @@ class Surroundings:
         if self._given is not None:
             yield
             return
-        dtype = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
-        self._given = _Contexts(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype)
+        self.autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        self._given = partial(self._within, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.autocast)
         try:
-            with self._within(_Contexts()):
+            with self._within(True, False, None):
                 yield
         finally:
             self._given = None
 
     @contextmanager
-    def _within(self, contexts: _Contexts) -> Iterator[None]:
-        with (torch.inference_mode(contexts.inference), torch.set_grad_enabled(contexts.grad),
-              torch.autocast(self._kind, contexts.autocast, enabled=contexts.autocast is not None)):
+    def _within(self, grad: bool, inference: bool, autocast: torch.dtype | None) -> Iterator[None]:
+        with (torch.inference_mode(inference), torch.set_grad_enabled(grad),
+              torch.autocast(self._kind, autocast, enabled=autocast is not None)):
             yield
 
     def calling(self, function: Callable[P, T]) -> Callable[P, T]:
         """Return a function of the script's that runs under the contexts around the present call."""
         def call(*arguments: P.args, **keywords: P.kwargs) -> T:
-            with self._within(self._given or _Contexts()):
+            with (self._given or nullcontext)():
                 return function(*arguments, **keywords)
         return call
 

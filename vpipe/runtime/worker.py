@@ -130,8 +130,7 @@ class Worker:
         self.segment, self._tied_version_of, self.is_split = segment, tied_version_of, is_split
         for stage in self.stages.values():
             stage.use_autocast(segment.autocast)
-        if segment.training:
-            for stage in self.stages.values():
+            if segment.training:
                 stage.check_frozen()
                 stage.check_hooks()
         self.optimizer_steps.begin(segment)
