@@ -53,13 +53,6 @@ def pipeline(model: Model, optimizer: Any = sgd, schedule: str = "1f1b") -> Pipe
     return Pipeline(model, optimizer, stages=2, schedule=schedule, microbatches=4)
 
 
-def everywhere(two: World, job: Callable[..., Any], **arguments: Any) -> Any:
-    """What a job returns in this process, and must return on both ranks."""
-    here = job(**arguments)
-    assert two.run(job, **arguments) == [here] * 2
-    return here
-
-
 # -- the nn.Sequential of Model.sequential ----------------------------------------------------
 
 
@@ -110,7 +103,7 @@ def own_modules(schedule: str, end: str) -> dict[str, str]:
 @pytest.mark.parametrize("end", ["end", "drain", "evaluate"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "2bw"])
 def test_a_module_that_is_built_elsewhere_is_trained_itself(two: World, schedule: str, end: str) -> None:
-    everywhere(two, own_modules, schedule=schedule, end=end)
+    assert two.run(own_modules, schedule=schedule, end=end) == [own_modules(schedule, end)] * 2
 
 
 @pytest.mark.parametrize("between", [True, False])
