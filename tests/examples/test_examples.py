@@ -108,7 +108,7 @@ def test_tokens_that_count_the_same_are_those_of_plain_pytorch() -> None:
     average = [parameter.detach().clone() for parameter in modules.parameters()]
     for batch, loss in zip(made["batches"](60, seed=1), losses, strict=True):
         expected = loss_of(batch)
-        # To the digits that are printed; to the last bit it is compared in tests/runtime/test_per_token_loss.py.
+        # To the digits that are printed; to the last bit tests/habits/test_weighted_losses.py compares.
         assert loss == pytest.approx(expected.item(), abs=1e-4)
         expected.backward()
         optimizer.step()

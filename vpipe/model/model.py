@@ -72,13 +72,10 @@ class Model:
         self.labels, self.label_weights = labels, label_weights
         self._check: Callable[[], object] = tuple  # that what the layers copy is what it was when they were made
         problems = list(_problems(self.layers, self.batch))
-        if labels is not None and (labels not in self.batch or labels not in self.layers[-1].inputs):
+        if (labels is not None or label_weights is not None) and (
+                labels not in self.batch or labels not in self.layers[-1].inputs):
             problems.append(Problem(f"the labels of the model are {shown(labels)}, which is no field of the batch that "
                                     "the last layer reads", nearest(str(labels), list(self.batch))))
-        if label_weights is not None and (labels is None or not callable(label_weights)):
-            problems.append(Problem(f"label_weights is {shown(label_weights)}, and labels {shown(labels)}",
-                                    "name the field, and give a function of its values: labels='labels', "
-                                    "label_weights=lambda labels: labels != -100"))
         if problems:
             raise UserError.all_of(problems)
 

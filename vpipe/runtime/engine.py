@@ -74,7 +74,6 @@ class Engine:
         self.surroundings = surroundings
         self._description, self._fields = description, model.batch
         self._labels, self._label_weights = model.labels, model.label_weights
-        self._last_layer, self._losses_checked = model.layers[-1], False
         self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
         distributed = len(world.lanes.own) > 1
         check_slices(model, description, schedule.slices)
@@ -566,14 +565,15 @@ class Engine:
                                 read=self.surroundings.calling(next))
 
     def _weigh(self, labels: str) -> Weigh:
-        """Return how much each label counts, as the model says or now its loss; let the first losses be checked."""
+        """Return how much each label counts, as the model says, or now its loss, which is then checked at first."""
+        if self._label_weights is not None:
+            return self._label_weights
         last = [stage for stage in self.local_stages if stage.spec.index == len(self._placement) - 1]
-        weigh = self._label_weights or ClassWeights.shared([stage.modules[stage.spec.layers[-1]] for stage in last],
-                                                           self.collectives.job)
-        for stage in () if self._losses_checked else last:
-            stage.loss_checks = [LossCheck(self._last_layer, labels, weigh, self._label_weights is not None)
-                                 for _ in range(self._description.microbatches)]
-        self._losses_checked = True
+        found = next((ClassWeights.of_module(stage.modules[stage.spec.layers[-1]]) for stage in last), None)
+        ignored, classes = self.collectives.exchange.from_rank(found or CLASSES_ALIKE, self._placement[-1][0])
+        weigh = ClassWeights(ignored, tuple(classes))
+        for stage in last:
+            stage.loss_checks = [LossCheck(labels, weigh) for _ in range(self._description.microbatches)]
         return weigh
 
     def _over_lanes(self, numbers: list[float]) -> list[float]:

@@ -290,7 +290,7 @@ class Stage(StageLayers):
                 its outputs, in the precision that it has there, as within a whole sequence.
         """
         keywords = NO_KEYWORDS if past is None else {"carried": past}
-        call = partial(self.loss_checks.pop(), module) if self.loss_checks and LOSS in layer.outputs else module
+        call = partial(self.loss_checks.pop(), layer, module) if self.loss_checks and LOSS in layer.outputs else module
         try:
             if self._autocast is None:
                 result = call(*arguments, **keywords)
