@@ -570,8 +570,8 @@ class Engine:
             return self._label_weights
         last = [stage for stage in self.local_stages if stage.spec.index == len(self._placement) - 1]
         found = next((ClassWeights.of_module(stage.modules[stage.spec.layers[-1]]) for stage in last), None)
-        ignored, classes = self.collectives.exchange.from_rank(found or CLASSES_ALIKE, self._placement[-1][0])
-        weigh = ClassWeights(ignored, tuple(classes))
+        told = self.collectives.exchange.from_rank(vars(found or CLASSES_ALIKE), self._placement[-1][0])
+        weigh = ClassWeights(told["ignore_index"], tuple(told["classes"]))
         for stage in last:
             stage.loss_checks = [LossCheck(labels, weigh) for _ in range(self._description.microbatches)]
         return weigh

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ Weigh = Callable[[Tensor], Tensor]
 """Labels of a microbatch -> the weights of its entries."""
 
 
-class ClassWeights(NamedTuple):
+@dataclass(frozen=True)
+class ClassWeights:
     """How much labels count in the mean of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``: the weight of their class, 1
     without ``classes``; 0 for ``ignore_index``. Entries of soft labels count the same."""
 
@@ -30,7 +32,7 @@ class ClassWeights(NamedTuple):
     classes: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, weight: Tensor | None, ignore_index: int) -> ClassWeights:
+    def of(cls, weight: Any, ignore_index: Any) -> ClassWeights:
         """Return those of a loss with these arguments."""
         return cls(ignore_index, () if weight is None else tuple(weight.tolist()))
 

@@ -36,15 +36,7 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.testing.compression import CutCompression
 from vpipe.testing.reference import FROM_SCRATCH, Batch, ReferenceRun, asynchronous_oracle, flush_oracle
 from vpipe.testing.reference_model import ReferencePrecision, compiled_model
-from vpipe.testing.reference_optimizer import (
-    InitialState,
-    TrainingRecipe,
-    Turn,
-    Versions,
-    label_weights,
-    uncompressed,
-    version_rule,
-)
+from vpipe.testing.reference_optimizer import InitialState, TrainingRecipe, Turn, Versions, uncompressed, version_rule
 from vpipe.testing.trajectory import Trajectory
 
 _DEFECT = "this is a defect of vpipe: please report it"
@@ -162,7 +154,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
         return TrainingRecipe(update.make_optimizer, description.microbatches, description.seed, update.factor,
                               update.grad_clip, trajectory, compress, update.skip_not_finite, precision, device,
                               description.delay_correction or None, update.counted_labels(model.labels),
-                              schedule.slices, label_weights(model, precision))
+                              schedule.slices)
 
     trajectory = Trajectory()
     if schedule.flush:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from vpipe.testing.reference_optimizer import (
     TrainingRecipe,
     Turn,
     Versions,
-    label_weights,
     mean_delay,
     optimizer_tensors,
     version_rule,
@@ -107,6 +106,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     reference.load(start.tensors)
     copies = reference.separate_tied_weights()
     parameters, masters = reference.parameters, reference.masters
+    leaves = parameters | copies
     sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn, measured)
     optimizers = recipe.optimizers(masters, start)
     run, scale = ReferenceRun(), ReferenceLossScale.create(precision, start.tensors)
@@ -118,7 +118,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     for update, batch in enumerate(batches):
         losses, shares, number = [], [], update + start.microbatches // recipe.microbatches
         parts = list(_microbatches(batch, recipe.microbatches, recipe.device))
-        weights = list(map(recipe.weight, parts))
+        weights = [_weigh(model, reference.layers[-1], fields, recipe.labels) for fields in parts]
         whole: float = recipe.microbatches if recipe.labels is None else sum(filter(None, weights)) or 1
         if measured:
             run.states.append(InitialState(start.steps + update, start.microbatches + update * recipe.microbatches,
@@ -126,15 +126,15 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
         for m, fields in enumerate(parts):
             if recipe.slices > 1:
                 with reference.replica(m):
-                    made = _run_slices(model, reference, fields, weights[m], (recipe.seed, number, m), recipe)
+                    made = _run_slices(model, reference, fields, (recipe.seed, number, m), recipe)
+                    after: Mapping[str, Tensor] = {}  # what the next slice began with
                     for piece in reversed(made):
-                        carried = [(tensor, g) for tensor, g in piece.carried(made) if g is not None]
+                        carried = [(piece.made[name], t.grad) for name, t in after.items() if t.grad is not None]
                         with piece.told():  # as _CallInside says
-                            recipe.backward(piece.loss, whole, scale, piece.weight, carried)
-                        weight = None if carried else piece.weight
-                        for name, gradient in _pop_gradients(piece.past, weight).items():
-                            piece.past[name].grad = gradient
-                        sums.add(m, _pop_gradients(parameters | copies, weight), piece.number)
+                            recipe.backward(piece.loss, (*leaves.values(), *piece.past.values()), whole, scale,
+                                            piece.weight, carried)
+                        sums.add(m, _pop_gradients(leaves), piece.number)
+                        after = piece.past
                 losses += [piece.loss.detach() for piece in made]
                 shares += [piece.weight for piece in made]
                 continue
@@ -142,9 +142,9 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
                 loss = _forward(model, fields, lambda i, arguments: reference.layers[i](*arguments),
                                 (recipe.seed, number, m), partial(recipe.compress, number * recipe.microbatches + m, m),
                                 precision)
-                recipe.backward(loss, whole, scale, weights[m])
+                recipe.backward(loss, leaves.values(), whole, scale, weights[m])
             losses.append(loss.detach())
-            sums.add(m, _pop_gradients(parameters | copies, weights[m]))
+            sums.add(m, _pop_gradients(leaves))
         if measured:
             run.roundings.append(sums.pop_roundings() / (1.0 if scale is None else scale.value))
         result = recipe.apply(sums.pop(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
@@ -197,7 +197,8 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
                             0.0 if recipe.extrapolation is None else
                             mean_delay(version_of, s, reference.widths, update_every, known))
               for s, width in enumerate(reference.widths)]
-    reference.load(start.tensors, dict(chain.from_iterable(stage.factors.items() for stage in stages)))
+    reference.load(start.tensors, {name: factor for stage in stages if stage.extrapolation is not None
+                                   for name, factor in stage.extrapolation.factors.items()})
     for stage in stages:
         stage.keep_version()
     round_of_all = update_every * math.lcm(*reference.widths)
@@ -231,18 +232,18 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         used_weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(reference.names)
                    for own, name in used.items()}
         key = (recipe.seed, i // update_every, i % update_every)
+        weights.append(_weigh(model, reference.layers[-1], fields, recipe.labels))
 
         def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key, number: int = i,
-                       since: int = i - empty) -> Tensor:
+                       since: int = i - empty, leaves: Mapping[str, Tensor] = leaves) -> Tensor:
             loss = _forward(model, fields, lambda at, inputs: layers.layers[at](*inputs), key,
                             partial(recipe.compress, number, since), precision)
-            recipe.backward(loss, update_every, stages[-1].scale, recipe.weight(fields))
+            recipe.backward(loss, leaves.values(), update_every, stages[-1].scale, weights[-1])
             return loss.detach()
 
         with reference.replica(i - empty):
             losses.append(functional_call(layers, used_weights, (microbatch,), tie_weights=False))
-        weights.append(recipe.weight(fields))
-        sums.add(i - empty, _pop_gradients(leaves, weights[-1]))
+        sums.add(i - empty, {name: leaf.grad for name, leaf in leaves.items()})
         for stage in stages:
             stage.seen += 1
             stage.labels += weights[-1] or 0
@@ -267,13 +268,12 @@ def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         modules[layer.name].load_state_dict(own, strict=False)
     modules.eval()
-    total, samples, weigh = 0.0, 0.0, label_weights(model, precision)
+    total, samples = 0.0, 0.0
     with torch.no_grad():
         for batch in batches:
             for fields in _microbatches(batch, microbatches):
-                size: float = len(next(iter(fields.values())))
-                if model.labels is not None:
-                    size = weigh(fields[model.labels])
+                size = _weigh(model, modules[model.layers[-1].name], fields, model.labels)
+                size = len(next(iter(fields.values()))) if size is None else size
                 loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
                                 precision=precision)
                 total, samples = total + (float(loss) * size if size else 0.0), samples + size
@@ -308,23 +308,17 @@ class _SliceRun:
     made: dict[str, Tensor]
     told: Callable[[], AbstractContextManager[None]]
 
-    def carried(self, slices: Sequence[_SliceRun]) -> list[tuple[Tensor, Tensor | None]]:
-        """Return what it has carried on, with the gradients that the backward of the next slice has left there."""
-        after = slices[self.number + 1].past if self.number + 1 < len(slices) else {}
-        return [(self.made[name], leaf.grad) for name, leaf in after.items()]
 
-
-def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, labels: float | None, key: tuple[int, int, int],
+def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, key: tuple[int, int, int],
                 recipe: TrainingRecipe) -> list[_SliceRun]:
-    """Run the slices of a microbatch forward, in order, each as a graph of its own.
-
-    Args:
-        labels: of the microbatch, where losses count by their labels; None: slices share one microbatch's loss.
-    """
+    """Run the slices of a microbatch forward, in order, each as a graph of its own. They count by their labels, or
+    share one microbatch's loss."""
     cut = {name: tensor.tensor_split(recipe.slices, dim=1) for name, tensor in fields.items()}
     device = next(iter(fields.values())).device.type
     assert model.labels is not None, "slices count by their labels"
-    counts = list(map(recipe.label_weights, cut[model.labels]))
+    counts = [_weigh(model, reference.layers[-1], {model.labels: part}, model.labels) or 0.0
+              for part in cut[model.labels]]
+    whole = 1.0 if recipe.labels is not None else sum(counts) or 1.0
     runs: list[_SliceRun] = []
     lengths = [part.shape[1] for part in cut[model.labels]]
     for j, start in enumerate(accumulate(lengths[:-1], initial=0)):
@@ -341,9 +335,8 @@ def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, labels: 
                 tensors |= recipe.precision.outputs(layer.outputs, partial(
                     reference.layers[i], *(tensors[name] for name in layer.inputs), **keywords), device, names)
             made |= {name: tensors.pop(name) for name in names}
-        runs.append(_SliceRun(j, tensors[LOSS], counts[j] if labels is not None else counts[j] / (sum(counts) or 1),
-                              past, made, partial(SliceAware(nn.ModuleList(reference.layers)).told, start,
-                                                  sum(lengths))))
+        runs.append(_SliceRun(j, tensors[LOSS], counts[j] / whole, past, made, partial(
+            SliceAware(nn.ModuleList(reference.layers)).told, start, sum(lengths))))
     return runs
 
 
@@ -376,10 +369,23 @@ def _microbatches(batch: Batch, microbatches: int, device: torch.device | str = 
         yield dict(zip(parts, part, strict=True))
 
 
-def _pop_gradients(parameters: Mapping[str, Tensor], weight: float | None = None) -> dict[str, Tensor | None]:
-    """Return the gradients and reset them to None; zeros where the loss has the weight 0, and may be NaN."""
-    gradients = {name: torch.zeros_like(p.grad) if weight == 0 and p.grad is not None else p.grad
-                 for name, p in parameters.items()}
+def _pop_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Return the gradients and reset them to None."""
+    gradients = {name: p.grad for name, p in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     return gradients
+
+
+def _weigh(model: Model, last: nn.Module, fields: Batch, name: str | None) -> float | None:
+    """Return how much the labels in a field of a microbatch count in the loss of the last layer; None without."""
+    if name is None:
+        return None
+    loss = next((part for part in last.modules() if isinstance(part, (nn.CrossEntropyLoss, nn.NLLLoss))),
+                nn.CrossEntropyLoss())
+    counts = (labels := fields[name]) != loss.ignore_index
+    if model.label_weights is not None:
+        counts = model.label_weights(labels)
+    elif loss.weight is not None and not labels.is_floating_point():
+        counts = counts * loss.weight.double()[labels * counts]
+    return float(counts.sum(dtype=torch.float64))

@@ -54,13 +54,10 @@ class ReferencePrecision(Precision):
                 elif self.pure:
                     set_data(tensor, tensor.data.to(self.dtype))
 
-    def weight(self, master: Tensor) -> Tensor:
-        """Return a weight as a layer computes with it."""
-        return self._rounded(master) if self.pure else master
 
     def fields(self, batch: Mapping[str, Tensor], exact: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the fields of a batch as layers read them, with bf16 layers rounded but for those named."""
-        return {name: value if name in exact else self.weight(value) for name, value in batch.items()}
+        return {name: self._rounded(value) if self.pure and name not in exact else value for name, value in batch.items()}
 
     def outputs(self, names: Sequence[str], call: Callable[[], object], device: str = "cpu",
                 carried: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -223,14 +220,12 @@ class ReferenceModel:
                     other.copy_(before)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
-        named: dict[str, nn.Parameter] = {}
-        seen: set[int] = set()
+        named: dict[nn.Parameter, str] = {}
         for layer in self._model.layers:
             for name, parameter in self._modules[layer.name].named_parameters():
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    named[f"{layer.name}.{name}"] = parameter
-        return named
+                if parameter.requires_grad:
+                    named.setdefault(parameter, f"{layer.name}.{name}")
+        return {name: parameter for parameter, name in named.items()}
 
     def _names(self, copies: Mapping[str, str]) -> list[dict[str, str]]:
         canonical = {id(p): name for name, p in self.parameters.items()}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vpipe.model.model import Model
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_warmup
@@ -32,33 +32,8 @@ CompressAtCut = Callable[[int, int, int, dict[str, Tensor]], None]
 """(microbatch of the run, microbatch since the pipeline was empty, layer, tensors): replace the inputs of that layer
 by what compression makes of them."""
 
-LabelWeights = Callable[[Tensor], float]
-
 Turn = Callable[[int, int, int], int]
 """(stage, microbatch, slice) -> the place of its gradient among those that a replica of the stage adds up."""
-
-
-def count_labels(labels: Tensor) -> float:
-    """Count the labels of a microbatch."""
-    return float((labels != Model.NO_LABEL).sum())
-
-
-def label_weights(model: Model, precision: ReferencePrecision = FP32) -> LabelWeights:
-    """Return how much the labels of a microbatch count in the loss of a model."""
-    if (said := model.label_weights) is not None:
-        return lambda labels: float(said(labels).double().sum())
-    last = None if model.labels is None else model.layers[-1].materialize(len(model) - 1, 0)
-    if last is None or not (losses := [part for part in last.modules()
-                                       if isinstance(part, (nn.CrossEntropyLoss, nn.NLLLoss))]):
-        return count_labels
-    precision.round([last])
-    weight, ignored = losses[0].weight, losses[0].ignore_index
-
-    def weigh(labels: Tensor) -> float:
-        counted = labels[labels != ignored]
-        return float(len(counted) if weight is None or labels.is_floating_point() else weight.double()[counted].sum())
-
-    return weigh
 
 
 def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
@@ -249,33 +224,26 @@ class ReferenceExtrapolation:
     """
 
     def __init__(self, factor: float, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-        self._factor, self._parameters = factor, parameters
+        self.factors, self._parameters = dict.fromkeys(parameters, factor), parameters
         self._previous = {name: tensors.get(f"delay_correction.{name}.last_change", torch.zeros_like(p)).clone()
                           for name, p in parameters.items()}
-        self._before: dict[str, Tensor] = {}
 
-    def before_step(self) -> None:
-        """Remember the parameters."""
-        self._before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """Extrapolate what the step changed."""
-        for name, parameter in self._parameters.items():
-            change = parameter - self._before[name]
-            parameter.add_(change - self._previous[name], alpha=self._factor)
-            self._previous[name] = change
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """Return the factor of every parameter."""
-        return dict.fromkeys(self._parameters, self._factor)
+    @contextmanager
+    def extrapolating(self) -> Iterator[None]:
+        """Extrapolate what a step changes."""
+        before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        yield
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                change = parameter - before[name]
+                parameter.add_(change - self._previous[name], alpha=self.factors[name])
+                self._previous[name] = change
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return changes and factors by their names in a checkpoint."""
         changes = {f"delay_correction.{name}.last_change": change for name, change in self._previous.items()}
-        return changes | {f"delay_correction.{name}.factor": torch.tensor(self._factor, dtype=torch.float64)
-                          for name in self._previous}
+        return changes | {f"delay_correction.{name}.factor": torch.tensor(factor, dtype=torch.float64)
+                          for name, factor in self.factors.items()}
 
 
 def mean_delay(version_of: Versions, stage: int, widths: Sequence[int], update_every: int,
@@ -316,7 +284,6 @@ class TrainingRecipe:
         extrapolation: strength of the extrapolation over the delay of a stage; None without one.
         labels: the field whose labels say how much each microbatch of an update counts; None: all count the same.
         slices: into how many parts the sequences of a microbatch are cut.
-        label_weights: labels of a microbatch -> their weight.
     """
 
     optimizer: MakeOptimizer
@@ -332,7 +299,6 @@ class TrainingRecipe:
     extrapolation: float | None = None
     labels: str | None = None
     slices: int = 1
-    label_weights: LabelWeights = count_labels
 
     def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
         """Create the optimizers of some parameters, in their initial state."""
@@ -343,30 +309,23 @@ class TrainingRecipe:
             start.load_optimizer(optimizer, parameters)
         return optimizers
 
-    def weight(self, fields: Mapping[str, Tensor]) -> float | None:
-        """Return the weight of the labels of a microbatch; None where they are not counted."""
-        return None if self.labels is None else self.label_weights(fields[self.labels])
-
-    def backward(self, loss: Tensor, parts: float, scale: ReferenceLossScale | None = None,
+    def backward(self, loss: Tensor, leaves: Iterable[Tensor], parts: float, scale: ReferenceLossScale | None = None,
                  weight: float | None = None, carried: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Run backward of a share of the mean loss; with ``skip`` a non-finite loss makes every gradient NaN.
 
         Args:
+            leaves: which had no gradients before; they get zeros where the loss has the weight 0, and may be NaN.
             weight: how many of the ``parts`` a microbatch is; None: one.
             carried: what a slice has given to the next one, with the gradients.
         """
-        others, gradients = [tensor for tensor, _ in carried], [gradient for _, gradient in carried]
-        if weight == 0 and others:  # nothing of the loss, which may be NaN
-            torch.autograd.backward(others, gradients)
-            return
-        lost = torch.full_like(loss, math.nan) if self.skip and weight != 0 and not loss.isfinite() else None
-        if scale is None:
-            torch.autograd.backward([loss / parts if weight is None else loss * (weight / parts), *others],
-                                    [lost, *gradients])
-        else:
-            share = scale.value / parts if weight is None else scale.value * (weight / parts)
-            torch.autograd.backward([loss, *others], [torch.full_like(loss, share) if lost is None else lost,
-                                                      *gradients])
+        factor = 1.0 if scale is None else scale.value
+        share = factor / parts if weight is None else factor * (weight / parts)
+        if self.skip and weight != 0 and not loss.isfinite():
+            share = math.nan
+        roots = [*([] if weight == 0 and carried else [(loss, torch.full_like(loss, share))]), *carried]
+        torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+        for leaf in leaves if weight == 0 and not carried else ():
+            leaf.grad = None if leaf.grad is None else torch.zeros_like(leaf.grad)
 
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
               optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,
@@ -393,14 +352,11 @@ class TrainingRecipe:
         overflow = not all(bool(_norm(gradient).isfinite()) for gradient in gradients.values() if gradient is not None)
         skipped = overflow and (self.skip or scale is not None)
         norm = None if self.clip is None else self._clip(list(parameters.values()), self.clip)
-        if extrapolation is not None and not skipped:
-            extrapolation.before_step()
-        for optimizer in () if skipped else optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-            optimizer.step()
-        if extrapolation is not None and not skipped:
-            extrapolation.after_step()
+        with nullcontext() if extrapolation is None or skipped else extrapolation.extrapolating():
+            for optimizer in () if skipped else optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+                optimizer.step()
         for parameter in parameters.values():
             parameter.grad = None
         if self.trajectory is not None:
@@ -516,11 +472,6 @@ class StageVersions:
         self.extrapolation = None if registered.extrapolation is None or not delay else ReferenceExtrapolation(
             registered.extrapolation * delay, {name: p for name, p in parameters.items() if id(p) in trained},
             start.tensors)
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """Return the factor by which parameters look ahead, of those that do."""
-        return {} if self.extrapolation is None else self.extrapolation.factors
 
     @property
     def latest(self) -> int:
