@@ -91,8 +91,7 @@ class Update:
         if self.per_token_loss and labels is None:
             raise UserError("per_token_loss is True, but the model does not say which field of a batch has its labels",
                             hint="name it, if the loss is the mean over its entries that are not -100: Model(layers, "
-                                 "batch=..., labels='labels'); or leave per_token_loss out; Model.sequential names it "
-                                 "for nn.CrossEntropyLoss() and nn.NLLLoss()")
+                                 "batch=..., labels='labels'); or leave per_token_loss out")
         return labels if self.per_token_loss else None
 
     def make_optimizer(self, named: Mapping[str, nn.Parameter]) -> Optimizers:

@@ -60,15 +60,14 @@ class LossCheck(TorchFunctionMode):
     def __init__(self, field: str, weigh: ClassWeights) -> None:
         super().__init__()
         self._field, self._weigh = field, weigh
-        self._calls: list[tuple[Callable[..., Tensor], dict[str, Any], Tensor]] = []
+        self._calls: list[tuple[dict[str, Any], Tensor]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if getattr(function, "__module__", None) == F.__name__ and "reduction" in (
-                takes := signature(function)).parameters:
-            given = takes.bind(*args, **(kwargs or {}))
+        if function in (F.cross_entropy, F.nll_loss):
+            given = signature(function).bind(*args, **(kwargs or {}))
             given.apply_defaults()
-            self._calls.append((function, given.arguments, result))
+            self._calls.append((given.arguments, result))
         return result
 
     def __call__(self, layer: Layer, module: nn.Module, *arguments: Tensor, **keywords: Any) -> Any:
@@ -79,22 +78,17 @@ class LossCheck(TorchFunctionMode):
             outputs = module(*arguments, **keywords)
         loss = outputs[layer.outputs.index(LOSS)] if isinstance(outputs, tuple) else outputs
         # The one that the layer returns; else those that it may be made of.
-        calls = [call for call in self._calls if call[2] is loss] or self._calls
+        calls = [call for call in self._calls if call[1] is loss] or self._calls
         if not calls and not (hidden and ClassWeights.of_module(module)):
-            raise self._refusal("shows no loss of torch's" + ", as it is compiled or has attention" * hidden)
-        for function, given, _ in calls:
-            self._check(function, given, arguments[layer.inputs.index(self._field)])
-        return outputs
-
-    def _check(self, function: Callable[..., Tensor], given: dict[str, Any], labels: Tensor) -> None:
-        own, divisor = self._weigh, float(labels.numel())  # a mean over elements is one over labels if all count
-        if function in (F.cross_entropy, F.nll_loss) and not given["target"].is_floating_point():
+            raise self._refusal("shows no cross entropy of torch's" + ", as it is compiled or has attention" * hidden)
+        for given, _ in calls:
             own = ClassWeights.of(given["weight"], given["ignore_index"])
             divisor = float(own(given["target"]).sum())
-        counted = float(self._weigh(labels).sum())
-        if given["reduction"] != "mean" or own != self._weigh or not math.isclose(divisor, counted):
-            raise self._refusal(f"calls {function.__name__}(reduction='{given['reduction']}') over labels that count "
-                                f"{divisor:g} where those of the field count {counted:g}")
+            counted = float(self._weigh(arguments[layer.inputs.index(self._field)]).sum())
+            if given["reduction"] != "mean" or own != self._weigh or not math.isclose(divisor, counted):
+                raise self._refusal(f"has a {given['reduction']} over labels that count {divisor:g} where those of the "
+                                    f"field count {counted:g}")
+        return outputs
 
     def _refusal(self, what: str) -> UserError:
         return UserError(f"losses count by their labels, '{self._field}', but the last layer {what}",

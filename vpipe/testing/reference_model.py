@@ -57,7 +57,8 @@ class ReferencePrecision(Precision):
 
     def fields(self, batch: Mapping[str, Tensor], exact: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the fields of a batch as layers read them, with bf16 layers rounded but for those named."""
-        return {name: self._rounded(value) if self.pure and name not in exact else value for name, value in batch.items()}
+        return {name: self._rounded(value) if self.pure and name not in exact else value
+                for name, value in batch.items()}
 
     def outputs(self, names: Sequence[str], call: Callable[[], object], device: str = "cpu",
                 carried: Sequence[str] = ()) -> dict[str, Tensor]:
