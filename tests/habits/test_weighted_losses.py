@@ -77,30 +77,23 @@ class Before(nn.Module):
 
 
 class Head(nn.Module):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, attends: bool) -> None:
         super().__init__()
         self.out, self.loss = nn.Linear(7, CLASSES), case.loss
+        self.attention = nn.MultiheadAttention(7, 1, batch_first=True) if attends else None
 
     def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        h = h if self.attention is None else self.attention(h, h, h, need_weights=False)[0]
         scores = self.out(torch.tanh(h))
         if isinstance(self.loss, nn.Module):
             scores, y = scores.log_softmax(-1).flatten(0, 1), y.flatten(0, 1)
         return self.loss(scores, y)
 
 
-class Attending(Head):
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.attention = nn.MultiheadAttention(7, 1, batch_first=True)
-
-    def forward(self, h: Tensor, y: Tensor) -> Tensor:
-        return super().forward(self.attention(h, h, h, need_weights=False)[0], y)
-
-
-def model(case: Case, build: Callable[[nn.Module], nn.Module] = copy.deepcopy, head: type[Head] = Head) -> Model:
+def model(case: Case, build: Callable[[nn.Module], nn.Module] = copy.deepcopy, attends: bool = False) -> Model:
     return Model([Layer("body", lambda: build(nn.Linear(5, 7)), ("x",), carried=()),
                   Layer("before", Before, carried=("sums",)),
-                  Layer("head", lambda: build(head(case)), ("h", "y"), ("loss",), carried=())],
+                  Layer("head", lambda: build(Head(case, attends)), ("h", "y"), ("loss",), carried=())],
                  ("x", "y"), "y", case.said)
 
 
@@ -212,14 +205,14 @@ def test_the_loss_of_a_sequential_says_its_weights_and_may_change_them(per_token
         net.load_state_dict(pipe.state_dict())
 
 
-@pytest.mark.parametrize(("head", "backend"), [(Head, "eager"), (Attending, None)])
-def test_a_loss_that_cannot_be_seen_is_that_of_a_module_or_said(head: type[Head], backend: str | None) -> None:
+@pytest.mark.parametrize(("attends", "backend"), [(False, "eager"), (True, False)])
+def test_a_loss_that_cannot_be_seen_is_that_of_a_module_or_said(attends: bool, backend: Any) -> None:
     """Attention computes other numbers in an evaluation when calls are watched; compiled layers show none."""
     for case in (RIGHT["all of it"], Case(flat, -100, lambda y: y != -100)):
-        pipe = pipeline(model(case, head=head), compile=backend or False)
+        pipe = pipeline(model(case, attends=attends), compile=backend)
         assert pipe.evaluate(drawn(case)) == evaluate_oracle(pipe.model, pipe.state_dict(), drawn(case), 4)
     with pytest.raises(UserError, match="shows no cross entropy of torch's, as it is compiled or has attention"):
-        pipeline(model(RIGHT["a function"], head=head), compile=backend or False).evaluate(drawn(case))
+        pipeline(model(RIGHT["a function"], attends=attends), compile=backend).evaluate(drawn(case))
 
 
 def test_labels_must_have_values_everywhere() -> None:

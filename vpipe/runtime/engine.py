@@ -73,7 +73,7 @@ class Engine:
                  world: DeviceMap, surroundings: Surroundings) -> None:
         self.surroundings = surroundings
         self._description, self._fields = description, model.batch
-        self._labels, self._label_weights = model.labels, model.label_weights
+        self._labels, self._label_weights, self._losses_checked = model.labels, model.label_weights, False
         self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
         distributed = len(world.lanes.own) > 1
         check_slices(model, description, schedule.slices)
@@ -565,15 +565,16 @@ class Engine:
                                 read=self.surroundings.calling(next))
 
     def _weigh(self, labels: str) -> Weigh:
-        """Return how much each label counts, as the model says, or now its loss, which is then checked at first."""
+        """Return how much each label counts, as the model says, or now its loss; let the first losses be checked."""
         if self._label_weights is not None:
             return self._label_weights
         last = [stage for stage in self.local_stages if stage.spec.index == len(self._placement) - 1]
         found = next((ClassWeights.of_module(stage.modules[stage.spec.layers[-1]]) for stage in last), None)
         told = self.collectives.exchange.from_rank(vars(found or CLASSES_ALIKE), self._placement[-1][0])
         weigh = ClassWeights(told["ignore_index"], tuple(told["classes"]))
-        for stage in last:
+        for stage in () if self._losses_checked else last:
             stage.loss_checks = [LossCheck(labels, weigh) for _ in range(self._description.microbatches)]
+        self._losses_checked = True
         return weigh
 
     def _over_lanes(self, numbers: list[float]) -> list[float]:
