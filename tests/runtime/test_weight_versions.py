@@ -13,25 +13,6 @@ from torch.nn import functional as F
 
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.weight_versions import WeightVersions, added_at_once
-
-
-def test_gradients_of_simultaneous_backwards_are_summed_before_they_are_added() -> None:
-    module = nn.Linear(1, 1, bias=False)
-    weights = WeightVersions({"w": module.weight}, {"w": [(module, "weight")]})
-    big, one = torch.tensor([[2.0**25]]), torch.tensor([[1.0]])
-    weights.begin_backward(weights.pin())
-    module(big).sum().backward()
-    with added_at_once(weights.graded()):
-        module(one).sum().backward()
-        module(one).sum().backward()
-        module(one).sum().backward()
-    (gradient,) = weights.gradients
-    assert gradient[0, 0] == 2.0**25 + 4, "3 rounds to 4, its neighbour; one by one they would round to nothing"
-    with added_at_once(weights.graded()):
-        pass
-    assert weights.gradients[0] is gradient, "and what gives nothing changes nothing"
-
 
 # -- through a pipeline --------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.transport.transport import contiguous
 from vpipe.runtime.weight_grad_store import WeightGradStore
-from vpipe.runtime.weight_versions import WeightVersions, added_at_once, kept_apart
+from vpipe.runtime.weight_versions import WeightVersions, accumulate_gradient, kept_apart
 
 NOTHING = nullcontext()
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -451,11 +451,14 @@ class Stage(StageLayers):
     def _added_at_once(self, weightless: bool) -> Iterator[None]:
         """Add the sum of several spans' gradients of a parameter at once, as one backward of a whole graph does; zeros
         for all parameters where a loss counts for nothing."""
+        sums: list[tuple[nn.Parameter, Tensor]] = []
         with ExitStack() as stack:
             for weights, names in ((each, each.names) for each in self.all_weights) if weightless else self._shared:
                 leaves = dict(zip(weights.names, weights.graded(), strict=True))
-                stack.enter_context(added_at_once([leaves[name] for name in names], weightless))
+                stack.enter_context(kept_apart([leaves[name] for name in names], sums))
             yield
+        for leaf, total in sums:
+            accumulate_gradient(leaf, torch.zeros_like(total) if weightless else total)
 
     def _input_gradients(self, gradients: Mapping[str, Tensor], record: Record) -> list[Tensor]:
         returned = [contiguous(gradients[name]) for name in self.spec.inputs if name in gradients]

@@ -437,17 +437,6 @@ def kept_apart(leaves: Sequence[nn.Parameter], into: list[tuple[nn.Parameter, Te
         leaf.grad = gradient
 
 
-@contextmanager
-def added_at_once(leaves: Sequence[nn.Parameter], weightless: bool = False) -> Iterator[None]:
-    """Sum the gradients of several backwards for leaves, then add the sum; zeros in its place where it counts for
-    nothing and may be NaN."""
-    sums: list[tuple[nn.Parameter, Tensor]] = []
-    with kept_apart(leaves, sums):
-        yield
-    for leaf, total in sums:
-        accumulate_gradient(leaf, torch.zeros_like(total) if weightless else total)
-
-
 def accumulate_gradient(leaf: nn.Parameter, gradient: Tensor) -> None:
     """Add to a parameter's gradient, or begin it, as autograd's own accumulation does."""
     strided = gradient.layout is torch.strided
