@@ -2,7 +2,8 @@
 
 Contexts of torch belong to a thread: all that is called within them is under them. vpipe's own work must not be.
 ``no_grad`` and ``inference_mode`` would leave a backward nothing to walk; ``torch.autocast`` would cast in a backward
-and in an optimizer's step. An autocast reaches every layer by itself instead, as that of a precision
+and in an optimizer's step, and its cache, as that of ``parametrize.cached``, would keep weights from before the step, or
+casts without a graph. An autocast reaches every layer by itself instead, as that of a precision
 (:class:`~vpipe.runtime.stage.Stage`). Other contexts stay, such as hooks for saved tensors, a default device and modes.
 """
 
@@ -14,6 +15,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.nn.utils import parametrize
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,17 +44,21 @@ class Surroundings:
             return
         self.autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
         self._given = partial(self._within, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.autocast)
+        cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
         try:
             with self._within(True, False, None):
                 yield
         finally:
             self._given = None
+            parametrize._cache_enabled, parametrize._cache = cached, {}
 
     @contextmanager
     def _within(self, grad: bool, inference: bool, autocast: torch.dtype | None) -> Iterator[None]:
         with (torch.inference_mode(inference), torch.set_grad_enabled(grad),
               torch.autocast(self._kind, autocast, enabled=autocast is not None)):
+            torch.clear_autocast_cache()
             yield
+            torch.clear_autocast_cache()
 
     def calling(self, function: Callable[P, T]) -> Callable[P, T]:
         """Return a function of the script's that runs under the contexts around the present call."""
