@@ -373,9 +373,9 @@ def test_without_a_flush_a_change_while_it_is_full_is_refused_and_counts_when_it
     with pytest.raises(UserError) as error:
         next(running)
     assert str(error.value) == (
-        "error: a parameter group of an optimizer was changed after step 4, while 'pipedream' has later updates under "
-        "way\nhint: give learning rates as learning_rate_factor=lambda step: ..., change them between two calls of "
-        "train, or choose a schedule with a flush")
+        "error: a parameter group of an optimizer was changed after step 4, while 'pipedream' has microbatches in "
+        "flight\nhint: change it after drain(), at a pause, between two calls of train, or choose a schedule with a "
+        "flush; give learning rates as learning_rate_factor=lambda step: ...")
     steps += pipe.engine.drain()
     assert [step.learning_rate for step in steps] == [0.1] * len(steps)
     how = TrainingRecipe(lambda named: SGD(named.values(), lr=0.1, momentum=0.9), 4, 2)

@@ -35,7 +35,6 @@ from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
 from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_layers import Mark
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults, read_at_once
@@ -124,7 +123,7 @@ class Engine:
         self._stopped = 0  # calls of train that ended since a rank asked
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
-        self._in_flight: tuple[int, list[Mark]] | None = None  # the step that was yielded, and the weights then
+        self._in_flight: tuple[int, list[tuple[str, object]]] | None = None  # a step that was yielded, with marks
 
     def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
         """Return how many stages from the first on train nothing on any rank; the last is never one of them."""
@@ -328,15 +327,13 @@ class Engine:
                 worker.comparison.check_end(loader, self.collectives.exchange)
 
     def _yield_unchanged(self, step: Step, later_updates: Callable[[], bool]) -> Iterator[Step]:
-        """Yield a step; refuse changed parameter groups if later updates are made or under way: which stage sees a
-        change would depend on the transport."""
+        """Yield a step; refuse changed weights and parameter groups if later updates are made or under way: which stage
+        sees a change would depend on the transport."""
         if self.schedule.flush:
             yield step
             return
         for stage in self.local_stages:
             stage.use_latest()  # a module may be the user's own, who looks at it
-        optimizers = self._optimizers
-        before = [optimizer.options() for optimizer in optimizers]
         if later_updates():
             self._in_flight = step.index, self._marks()
         yield step
@@ -344,23 +341,21 @@ class Engine:
         for stage in self.local_stages:
             stage.check_frozen()
         self._check_unchanged()
-        if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
-            raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
-                            f"'{self.schedule.name}' has later updates under way",
-                            hint="give learning rates as learning_rate_factor=lambda step: ..., change them between "
-                                 "two calls of train, or choose a schedule with a flush")
 
-    def _marks(self) -> list[Mark]:
-        return [mark for stage in self.local_stages for mark in stage.marks()]
+    def _marks(self) -> list[tuple[str, object]]:
+        return [*(mark for stage in self.local_stages for mark in stage.marks()),
+                *(("a parameter group of an optimizer", optimizer.options()) for optimizer in self._optimizers)]
 
     def _check_unchanged(self) -> None:
-        """Refuse weights that a script changed since the latest step was yielded, if microbatches were in flight."""
+        """Refuse what a script changed since the latest step was yielded, if microbatches were in flight."""
         (index, marks), self._in_flight = self._in_flight or (0, []), None
         for before, now in zip(marks, self._marks() if marks else (), strict=True):
             if before != now:
-                raise UserError(f"'{now[0]}' was changed after step {index}, while '{self.schedule.name}' has "
-                                "microbatches in flight", hint="change weights after drain(), at a pause, between two "
-                                                               "calls of train, or choose a schedule with a flush")
+                raise UserError(f"{now[0]} was changed after step {index}, while '{self.schedule.name}' has "
+                                "microbatches in flight",
+                                hint="change it after drain(), at a pause, between two calls of train, or choose a "
+                                     "schedule with a flush; give learning rates as learning_rate_factor=lambda step: "
+                                     "...")
 
     @property
     def _optimizers(self) -> list[StageOptimizer]:

@@ -370,13 +370,13 @@ class OptimizerSteps:
                 self._clip_gradients(weights, norms, self._update.grad_clip, self.norm_dtypes.get(stage))
             if (self.skip or self.scaler is not None) and not norms.isfinite().all():
                 weights.pop_gradients()
-                weights.step(None, self._assignment.flush)
+                weights.step(None)
                 return False
         change: Callable[[], None] = self.optimizers[stage].step
         for companion in self.companions[stage].values():
             if companion.values:  # else other replicas, or none, step what it would follow
                 change = partial(companion.follow, change)
-        self.optimizers[stage].step_at_rate(rate, partial(weights.step, change, self._assignment.flush))
+        self.optimizers[stage].step_at_rate(rate, partial(weights.step, change))
         return True
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float, dtype: torch.dtype | None) -> None:

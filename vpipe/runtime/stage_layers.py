@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +26,12 @@ from vpipe.model.layer import (
 from vpipe.model.model import Model
 from vpipe.model.sequential import loss_buffers, rounded_module
 from vpipe.model.split import StageSpec
+from vpipe.runtime.batch_comparison import checksum
 from vpipe.runtime.sharded_tensors import local, parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 
 NARROW = (torch.bfloat16, torch.float16)
 """The dtypes in which small steps of an optimizer are lost."""
-
-Mark = tuple[str, int, int, str]
-"""Of a parameter: its name; its version, memory and values, to compare."""
 
 SAMPLED_VALUES = 1024
 """Values of a parameter, at least, by which a change of it is seen."""
@@ -220,14 +217,13 @@ class StageLayers:
             if (wrapper := find_wrapper(self.layer_names[i], module, self.divided)) is not None:
                 raise UserError(f"{wrapper.what}{when}", hint=wrapper.hint)
 
-    def marks(self) -> list[Mark]:
-        """Return marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen by some
+    def marks(self) -> Iterator[tuple[str, object]]:
+        """Yield marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen by some
         values of each, except on a device for which the host would wait."""
-        given = self.weights.in_reach()
-        parts = [local(p).detach().reshape(-1) for _, p in given if self.device.type == "cpu"]
-        norms = torch._foreach_norm([part[::part.numel() // SAMPLED_VALUES | 1] for part in parts]) if parts else []
-        return [(name, p._version, local(p).data_ptr(), "" if norm is None else str(norm.item()))
-                for (name, p), norm in zip_longest((*given, *self._frozen), norms)]
+        for name, p in (*self.weights.masters.items(), *self.named_parameters()):
+            values = local(p).detach().reshape(-1)
+            sample = values[::values.numel() // SAMPLED_VALUES | 1] if self.device.type == "cpu" else values[:0]
+            yield f"'{name}'", (p._version, local(p).data_ptr(), checksum(sample))
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

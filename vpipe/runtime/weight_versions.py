@@ -190,11 +190,6 @@ class WeightVersions:
         self._round()
         self._handed_out, self._rounded = None, []
 
-    def in_reach(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that a script can change: the masters, and those that the modules have."""
-        return [*self.masters.items(), *((name, leaf) for name, leaf in zip(self.names, self._active, strict=True)
-                                         if not hasattr(leaf, "_replaced_name"))]
-
     def adopt_hooks(self) -> None:
         """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
         for leaf, master in zip(self.leaves(), self.masters.values(), strict=True):
@@ -351,19 +346,17 @@ class WeightVersions:
         self._add(version, leaves)
 
     @torch.no_grad()
-    def step(self, change: Callable[[], object] | None, last: bool = False) -> None:
+    def step(self, change: Callable[[], object] | None) -> None:
         """Apply the accumulated gradients to the latest version, which makes the next one.
 
         Args:
             change: steps the optimizers, which change the masters in place; None: the next version equals the latest.
-            last: whether the next version is handed out before a microbatch uses it; then :meth:`take_back` rounds it.
         """
         if self._unrounded is not None:
             if change is not None:
                 self._apply(change)
             self._make_next()
-            if not last:
-                self._round()
+            self._round()
             return
         self._make_next()
         if change is not None:
