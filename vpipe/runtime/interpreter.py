@@ -276,7 +276,8 @@ class Interpreter:
         """Compute with what a script has made of the weights, on every stage that has a copy of them. Every rank must
         call it, while nothing is in flight; ``between_batches`` of one call the transfers count."""
         if self.broken:
-            raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
+            raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
+                           hint="keep a state_dict() from between steps, and build a new pipeline")
         for stage in self._stages:
             stage.check_not_wrapped()
             stage.weights.take_back()
@@ -315,12 +316,6 @@ class Interpreter:
         """Wait until all sends have arrived: then this process may end."""
         for worker in self._workers.values():
             worker.transport.finish()
-
-    def check_usable(self) -> None:
-        """Refuse to return the state of a pipeline that failed in the middle of an update."""
-        if self.broken:
-            raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
-                           hint="keep a state_dict() from between steps, and build a new pipeline")
 
 
 class RunningSegment:

@@ -158,7 +158,6 @@ class WeightVersions:
 
     def hand_out(self) -> None:
         """Let a script change the weights until :meth:`take_back`: the modules have the memory of the masters."""
-        self.use(self.latest)
         if self._handed_out is None:
             self._handed_out = [local(master).data for master in self.masters.values()]
             self._rounded = [] if self._unrounded is None else [leaf.data for leaf in self.leaves()]
