@@ -154,23 +154,19 @@ def test_without_a_flush_a_change_is_that_of_plain_pytorch_at_a_pause_and_refuse
     assert losses == pytest.approx(expected(True, change, precision)["losses"], abs=2e-2)
 
 
-def frozen_job(*, between_calls: bool = True) -> list[float]:
+def frozen_job() -> list[float]:
     """Losses before and after a frozen weight that two stages share is set to 0.1."""
     script, losses = Script(True, frozen=True, stages=2), []
-    for call in (batches(2), batches(2)):
-        for step in script.pipe.train(call):
-            losses.append(step.loss)
-            if not between_calls:
-                script.change("initialised", kept=True)
+    for batch in batches(2):
+        losses += [step.loss for step in script.pipe.train([batch])]
         script.change("initialised", kept=True)
     return losses
 
 
 def test_a_frozen_weight_of_two_stages_changes_on_both(two: World) -> None:
     in_turn = frozen_job()
-    assert in_turn[2:] == pytest.approx([torch.tensor(WORDS).log().item()] * 2), "all words are alike"
+    assert in_turn[1] == pytest.approx(torch.tensor(WORDS).log().item()), "all words are alike"
     assert two.run(frozen_job) == [in_turn] * 2
-    assert frozen_job(between_calls=False)[1:] == pytest.approx([in_turn[2]] * 3), "in one process between batches, too"
     script = Script(True, frozen=True, stages=2)
     script.change("initialised", kept=True)
     with pytest.raises(UserError, match=re.escape("'embed.weight' changed between two batches; not")):

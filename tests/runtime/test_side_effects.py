@@ -401,31 +401,7 @@ def test_a_layer_that_changes_its_input_late_is_refused() -> None:
         assert_exact(model_of(ChangesLater), "1f1b", [1, 1, 1])
 
 
-# -- gradients and parameters in a forward -------------------------------------------------------------
-
-
-class Force(Buffered):
-    """Adds the gradient of an energy, after a buffer has been changed."""
-
-    n: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(n=torch.zeros(()))
-        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.n.add_(1)
-        x = h.detach().requires_grad_()
-        energy = torch.tanh(self.linear(torch.tanh(x @ self.w))).square().sum()
-        force, = torch.autograd.grad(energy, x, create_graph=True)
-        return torch.tanh(self.linear(h) + force + self.n.clone() / 64)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-@pytest.mark.parametrize("recompute", [0.0, 1.0])
-def test_gradients_that_a_forward_takes_are_exact_where_it_is_recomputed(schedule: str, recompute: float) -> None:
-    pipe = assert_exact(model_of(Normed, Force, Force), schedule, [1, 2, 2], recompute)
-    assert pipe.state_dict()["layer0.norm.num_batches_tracked"] == 8
+# -- parameters in a forward ---------------------------------------------------------------------------
 
 
 class Renorming(Words):
