@@ -505,16 +505,15 @@ class Engine:
         self._compare_replicas()
         self.drain()
         with self._taken_back():
-            before = [(stage, {name: value.clone() for name, value in stage.state().items()})
-                      for stage in self.local_stages]
-            averages = [worker.optimizer_steps.companions[number]["average"]
-                        for worker in self.workers.values() for number in worker.stages]
-            for (stage, state), average in zip(before, averages, strict=True):
+            before = [(stage, {name: value.clone() for name, value in stage.state().items()},
+                       worker.optimizer_steps.companions[number]["average"])
+                      for worker in self.workers.values() for number, stage in worker.stages.items()]
+            for stage, state, average in before:
                 stage.load(average.view(state))
             try:
                 yield
             finally:
-                for stage, state in before:
+                for stage, state, _ in before:
                     stage.load(state)
 
     def _outputs(self, samples: Sequence[int]) -> dict[str, Tensor]:

@@ -302,10 +302,11 @@ class Interpreter:
         with ExitStack() as stack:
             for worker in () if counted else workers:
                 stack.enter_context(worker.uncounted())
-            for worker in workers:
-                worker.optimizer_steps.send_owned()
-            for worker in workers:
-                worker.optimizer_steps.gather_owned()
+            owned = [each for worker in workers for each in worker.optimizer_steps.owned_weights()]
+            for reducer, version in owned:
+                reducer.send_weights(version)
+            for reducer, version in owned:
+                reducer.gather_weights(version)
             for worker in workers:
                 worker.tied.exchange_latest(frozen=not (counted and self._distributed))
             for worker in workers:

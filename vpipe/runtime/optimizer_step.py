@@ -333,20 +333,15 @@ class OptimizerSteps:
         watch.activity.rest()  # the caller's code may run next
 
     def gather(self, stage: int, update: int) -> None:
-        """Complete the new version by the weights that other replicas have stepped; with a flush that is left to
-        :meth:`gather_owned`, since a script may change them first."""
+        """Complete the new version by the weights that other replicas have stepped; with a flush that is done when the
+        next batch begins, since a script may change them first."""
         if not self._assignment.flush:
             self.reducers[stage].gather_weights(self._number(stage, update))
 
-    def send_owned(self) -> None:
-        """Send the latest weights of what this rank steps to other replicas."""
+    def owned_weights(self) -> Iterator[tuple[Reducer, int]]:
+        """Yield the reducers that exchange the weights of what each replica steps, with the latest version."""
         for stage in self._owners:
-            self.reducers[stage].send_weights(self._stages[stage].weights.latest)
-
-    def gather_owned(self) -> None:
-        """Receive the latest weights of what other replicas step."""
-        for stage in self._owners:
-            self.reducers[stage].gather_weights(self._stages[stage].weights.latest)
+            yield self.reducers[stage], self._stages[stage].weights.latest
 
     @property
     def _uses_norms(self) -> bool:
