@@ -133,16 +133,16 @@ class Pipeline:
         if world.lanes.count > 1 or execution.data is not None:
             _check_lanes(description, max(map(len, lowered.placement)))
         self._set_up(model, description, lowered, world)
-        if self.rank:
-            return
-        if CsvFile.is_path(order.schedule) and (left_out := CsvFile.read(order.schedule).note) is not None:
-            warnings.warn(left_out, stacklevel=2)
         narrow = [name for stage in self.engine.local_stages for name, p in stage.named_parameters()
                   if p.requires_grad and p.dtype in NARROW]
         if narrow and computed.dtype is None:
             warnings.warn(f"trained parameters have 16 bits, such as '{narrow[0]}'; precision 'fp32' leaves them so, "
                           "and steps below 1/256 of a number in bfloat16, 1/2048 in float16, are lost: "
                           "precision='bf16_pure' trains the same layers with fp32 masters", stacklevel=2)
+        if self.rank:
+            return
+        if CsvFile.is_path(order.schedule) and (left_out := CsvFile.read(order.schedule).note) is not None:
+            warnings.warn(left_out, stacklevel=2)
         for slow in _slow(lowered, bool(description.delay_correction)):
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
 

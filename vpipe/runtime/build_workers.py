@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import chain
 from pkgutil import resolve_name
 
 from vpipe.checkpoint.manifest import View
@@ -106,6 +107,8 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         for stage in stages.values():
             stage.check_hooks = partial(check_hooks, stage, schedule, ties, execution.refused("hooks"))
             stage.check_hooks()
+            tied_here = chain.from_iterable(ties.get(stage.spec.index, {}).values())
+            stage.weights.copied.update(stage.weights.names if len(placement[stage.spec.index]) > 1 else tied_here)
         owners = assign_owners(stages, optimizers, placement) if update.zero1 else {}
         for s, owned in owners.items():
             names = stages[s].weights.names

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import count
+from itertools import chain, count
 from operator import gt
 
 from torch import Tensor
@@ -72,7 +72,7 @@ class Engine:
                  world: DeviceMap, surroundings: Surroundings) -> None:
         self.surroundings = surroundings
         self._description, self._fields = description, model.batch
-        self._labels, self._label_weights, self._losses_checked = model.labels, model.label_weights, False
+        self._labels, self._label_weights, self._losses_checked = model.labels, model.label_weights, set[bool]()
         self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
         distributed = len(world.lanes.own) > 1
         check_slices(model, description, schedule.slices)
@@ -380,6 +380,9 @@ class Engine:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
         self._begun = 0
+        for steps in (worker.optimizer_steps for worker in self.workers.values() if not self.position.steps):
+            for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
+                companion.begin()  # with what a script has made of the weights before the first update
         return Segment(loader, first, self.position.microbatches * loader.slices, self.position.steps, assignment,
                        training=True, autocast=self.surroundings.autocast)
 
@@ -546,7 +549,7 @@ class Engine:
 
         used = {name for stage in self.local_stages for name in stage.spec.fields}
         counted = self._counted if training and slices == 1 else self._labels
-        weigh = CLASSES_ALIKE if counted is None else self._weigh(counted)
+        weigh = CLASSES_ALIKE if counted is None else self._weigh(counted, training)
         if not training and len(self._placement) - 1 not in (stage for stage, _ in here):
             counted = None  # the last stage has them
         comparison = next((worker.comparison for worker in self.workers.values()), None)
@@ -558,7 +561,7 @@ class Engine:
                                 by_label=not training or self._counted is not None, equal=training,
                                 read=self.surroundings.calling(next))
 
-    def _weigh(self, labels: str) -> Weigh:
+    def _weigh(self, labels: str, training: bool) -> Weigh:
         """Return how much each label counts, as the model says, or now its loss; let the first losses be checked."""
         if self._label_weights is not None:
             return self._label_weights
@@ -566,9 +569,9 @@ class Engine:
         found = next((ClassWeights.of_module(stage.modules[stage.spec.layers[-1]]) for stage in last), None)
         told = self.collectives.exchange.from_rank(vars(found or CLASSES_ALIKE), self._placement[-1][0])
         weigh = ClassWeights(told["ignore_index"], tuple(told["classes"]))
-        for stage in () if self._losses_checked else last:
+        for stage in () if training in self._losses_checked else last:
             stage.loss_checks = [LossCheck(labels, weigh) for _ in range(self._description.microbatches)]
-        self._losses_checked = True
+        self._losses_checked.add(training)
         return weigh
 
     def _over_lanes(self, numbers: list[float]) -> list[float]:

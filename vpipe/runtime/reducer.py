@@ -167,7 +167,7 @@ class Reducer:
                 self._send_next(update, contributors)
 
         with ExitStack() as hooks:
-            for i, leaf in enumerate(self._weights.graded()):
+            for i, leaf in ((i, leaf) for i, leaf in enumerate(self._weights.graded()) if leaf.requires_grad):
                 hook = leaf.register_post_accumulate_grad_hook(lambda _, i=i: made(i))  # type: ignore[no-untyped-call]
                 hooks.callback(hook.remove)
             yield

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -125,8 +126,9 @@ def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _hooked() -> bool:
     """Return whether hooks handle what operations save (a checkpoint expects the same to be saved in its backward), or
-    operations are transformed (``torch.vmap``)."""
-    return not only_ours() or torch._C._functorch.peek_interpreter_stack() is not None
+    operations are transformed (``torch.vmap``) or have tangents."""
+    return (not only_ours() or torch._C._functorch.peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0)
 
 
 def _defer(store: WeightGradStore, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -75,6 +76,7 @@ class Stage(StageLayers):
                          for i, module in self.modules.items() if any(map(is_sharded, module.parameters()))}
         self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
         self._exact = model.exact
+        self._unread: Sequence[str] = spec.fields  # of which no rounding was looked at
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
         self.loss_checks: list[LossCheck] = []
         self.kept_around: set[str] = set()
@@ -180,8 +182,15 @@ class Stage(StageLayers):
         """Return the fields in the precision of the stage's weights, but for what only a loss in fp32 reads."""
         if self._weight_rounding is None:
             return fields
-        return {name: fields[name] if name in self._exact else self._weight_rounding.rounded(fields[name])
+        read = {name: fields[name] if name in self._exact else self._weight_rounding.rounded(fields[name])
                 for name in self.spec.fields}
+        for name in self._unread:
+            if read[name] is not fields[name] and (fields[name] - read[name]).abs().gt(0.5).any():
+                warnings.warn(f"precision 'bf16_pure' rounds the field '{name}' by more than 0.5: give what must stay, "
+                              "such as positions, as integers or in float64, or say that it is meant: value.bfloat16()",
+                              stacklevel=2)
+        self._unread = ()
+        return read
 
     def _forward_span(self, span: Span, inputs: dict[str, Tensor],
                       record: Record) -> tuple[SpanActivations, dict[str, Tensor]]:

@@ -6,6 +6,7 @@ and counts in no norm. With several optimizers every parameter must be in one of
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -289,7 +290,7 @@ def is_joint(optimizer: Optimizer) -> bool:
                  for key, p in copied.items()}
         copy = object.__new__(type(optimizer))
         vars(copy).update(deepcopy(own, dict(small)), state=defaultdict(dict))
-        chosen = [p for group in copy.param_groups for p in group["params"][:3]]
+        chosen = [p for group in copy.param_groups for p in group["params"]]
         for group in copy.param_groups:
             group["lr"] = 0.1  # it may be 0 before a warm-up
         for step in range(3):
@@ -356,6 +357,11 @@ def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
     if inner is not None:
         yield Problem(f"the optimizer {kind} of stage {stage} wraps {type(inner).__name__}, whose state is not its own "
                       "and would not be saved", _LIST_HINT)
+    try:
+        inspect.signature(type(made).step).bind(made)
+    except TypeError:
+        yield Problem(f"the optimizer {kind} of stage {stage} needs a closure that computes the loss again, which a "
+                      "pipeline does not have", "choose an optimizer whose step() takes no arguments")
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:

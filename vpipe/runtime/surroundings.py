@@ -2,8 +2,8 @@
 
 Contexts of torch belong to a thread: all that is called within them is under them. vpipe's own work must not be.
 ``no_grad`` and ``inference_mode`` would leave a backward nothing to walk; ``torch.autocast`` would cast in a backward
-and in an optimizer's step, and its cache, as that of ``parametrize.cached``, would keep weights from before the step, or
-casts without a graph. An autocast reaches every layer by itself instead, as that of a precision
+and in an optimizer's step, and its cache, as that of ``parametrize.cached``, would keep weights from before the step,
+or casts without a graph. An autocast reaches every layer by itself instead, as that of a precision
 (:class:`~vpipe.runtime.stage.Stage`). Other contexts stay, such as hooks for saved tensors, a default device and modes.
 """
 

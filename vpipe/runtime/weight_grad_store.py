@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.weight_versions import accumulate_gradient
@@ -105,7 +106,8 @@ class WeightGradStore:
         target = self._target(tensor)
         parameter = target.parameter if isinstance(target, CastParameter) else target
         return (self._gathering and parameter is not None and id(parameter) not in self._elsewhere
-                and not torch.is_grad_enabled())  # as it is where that gradient wants a gradient itself
+                and not torch.is_grad_enabled()  # as it is where that gradient wants a gradient itself
+                and _in_whole_walk(parameter))
 
     def put(self, leaves: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]],
                 operands: Sequence[Tensor]) -> None:
@@ -155,3 +157,13 @@ def is_trained(argument: object) -> bool:
     """Return whether an argument is a parameter that wants a gradient."""
     return isinstance(argument, nn.Parameter) and argument.requires_grad and (
         type(argument) is nn.Parameter or is_sharded(argument))
+
+
+def _in_whole_walk(parameter: nn.Parameter) -> bool:
+    """Return whether the backward that runs goes to all leaves, as that of the stage; not one that a hook or a function
+    of the user's takes within by some tensors.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # the parameter is one of these tensors
+        return False

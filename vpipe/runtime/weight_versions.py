@@ -65,6 +65,7 @@ class WeightVersions:
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
         self._active = self._graded = self._first = self._leaves[0]
         self.parted = False  # from the parameters that the modules were built with
+        self.copied = set(() if unrounded is None else parameters)  # other values of them are kept beside the leaves
         self._moves = False  # whether forwards put the parameters into other memory
         self._unrounded = unrounded
         self.owned: frozenset[str] | None = None  # parameters that this replica steps; None: all, as every other does
@@ -136,6 +137,11 @@ class WeightVersions:
                     raise UserError(f"'{name}' got other memory in a forward (.data = ...), where its optimizer does "
                                     "not find it", hint="change parameters in place, in the optimizer")
                 self._moves = True
+            elif now.version != before.version and name in self.copied:
+                raise UserError(f"'{name}' was changed in place by a forward, but other values of it are kept beside: "
+                                "a master in fp32, or those of replicas and of stages that it is tied to",
+                                hint="change parameters in the optimizer; or let one stage without replicas hold the "
+                                     "parameter, in another precision than bf16_pure")
             elif now.version != before.version and (self.parted or (recomputed and not any(
                     getattr(module, "max_norm", None) is not None for module, _ in places))):
                 raise UserError(f"'{name}' was changed in place by a forward, which must find it unchanged when it is "
@@ -177,12 +183,17 @@ class WeightVersions:
                    for module, own in self.slots[name]):
                 raise UserError(f"'{name}' was replaced by another parameter between two updates, which no optimizer "
                                 "steps", hint="change its values, p.data.copy_(new), and tie layers by Layer(ties=...)")
+            if not self.masters[name].requires_grad:
+                raise UserError(f"'{name}' was frozen through its optimizer, whose parameter is another tensor than "
+                                "the layer's", hint="freeze the layer's, module.requires_grad_(False), in a layer that "
+                                                    "the script has kept; or leave the parameter out of the optimizer")
             for each in (leaf, self.masters[name]) if self.owns(name) else ():
-                if local(each).data_ptr() != memory.data_ptr():  # .data = ...
-                    if local(each).shape != memory.shape:
+                own = local(each)
+                if (own.data_ptr(), own.stride()) != (memory.data_ptr(), memory.stride()):  # .data = ...
+                    if own.shape != memory.shape:
                         raise UserError(f"'{name}' was given the shape {list(each.shape)} between two updates",
                                         hint="build the layer with that shape")
-                    memory.copy_(local(each))
+                    memory.copy_(own.clone())  # which may be a view of the memory
                     set_data(each, wrapped(memory, each))
         for leaf, data in zip(self.leaves(), self._rounded, strict=False):
             set_data(leaf, data)

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -243,9 +244,9 @@ class ThreadedWorker(Worker):
         self._streams.begin(microbatch, (*given.received, *given.fields.values()))
         if microbatch not in self._threads:
             self._threads[microbatch] = ThreadPoolExecutor(1, thread_name_prefix=f"microbatch-{microbatch}")
-        self._latest = self._threads[microbatch].submit(self._compute, stage_index, microbatch, given, self._latest,
-                                                        torch.get_num_threads(),
-                                                        torch._C._autograd._top_saved_tensors_default_hooks(True))
+        self._latest = self._threads[microbatch].submit(
+            copy_context().run, self._compute, stage_index, microbatch, given, self._latest, torch.get_num_threads(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True))
         self._under_way[stage_index, microbatch] = given, self._latest
         self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
         if self._in_turn or (stage_index == self.last_stage and microbatch == self.segment.assignment.share(
