@@ -56,7 +56,8 @@ def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
     "in place": torch.no_grad()(lambda p: p.clamp_(-0.4, 0.4)), "data in place": lambda p: p.data.clamp_(-0.4, 0.4),
     "other data": lambda p: setattr(p, "data", p.data.clamp(-0.4, 0.4)),
-    "initialised": lambda p: nn.init.constant_(p, 0.1)}
+    "initialised": lambda p: nn.init.constant_(p, 0.1),
+    "a view": lambda p: setattr(p, "data", p.data.T if p.shape == (WIDTH, WIDTH) else p.data)}
 """What a script does to each parameter, of its optimizers or of the modules that it has kept."""
 
 
@@ -114,7 +115,7 @@ TIED, FREE = True, False
 @pytest.mark.parametrize(("tied", "change", "kept", "precision", "processes", "arguments"), [
     (TIED, "data in place", True, "bf16_pure", 1, {}), (TIED, "in place", False, "bf16_pure", 1, {"schedule": "zb_h1"}),
     (FREE, "other data", False, "bf16", 1, {"stages": 1}), (TIED, "initialised", True, "bf16_pure", 1, {"stages": 1}),
-    (TIED, "other data", True, "fp32", 1, {"ranks": 2}),
+    (TIED, "other data", True, "fp32", 1, {"ranks": 2}), (FREE, "a view", False, "fp32", 1, {}),
     (TIED, "in place", False, "bf16_pure", 1, {"stages": 2, "ranks": 2, "zero1": True}),
     (TIED, "in place", False, "fp32", 2, {"stages": 2}), (TIED, "data in place", True, "bf16_pure", 2, {"stages": 2}),
     (TIED, "other data", True, "fp32", 2, {"stages": 1, "ranks": 2, "zero1": True}),
@@ -184,3 +185,37 @@ def test_a_parameter_that_was_replaced_is_refused(name: str, value: Tensor, text
         setattr(mix.weight if name.endswith(".data") else mix, name.split(".")[-1], value)
     with pytest.raises(UserError, match="'mix.weight' " + re.escape(text)):
         next(steps)
+
+
+def test_freezing_through_an_optimizer_is_refused_and_a_layer_with_replicas_may_be_frozen() -> None:
+    script = Script(False, ranks=2)
+    steps = script.pipe.train(batches(3))
+    next(steps)
+    [mixes] = [[m for m in script.kept if isinstance(m, nn.Linear) and not m.weight.is_meta]]
+    for mix in mixes:
+        mix.requires_grad_(False)
+    before = mixes[0].weight.clone()
+    next(steps)
+    assert torch.equal(before, mixes[0].weight)
+    script.made[0].param_groups[0]["params"][0].requires_grad_(False)
+    with pytest.raises(UserError, match=r"'embed.weight' was frozen through its optimizer, whose parameter is another"):
+        next(steps)
+
+
+def test_an_average_begins_with_the_weights_before_the_first_update() -> None:
+    kept: list[nn.Module] = []
+    pipe = Pipeline(model_of(True, kept), Update(sgd, average=0.5), 2, microbatches=PARTS)
+    for p in (p for module in kept for p in module.parameters()):
+        CHANGES["initialised"](p)
+    before, _ = pipe.state_dict(), list(pipe.train(batches(1)))
+    for name, value in pipe.state_dict().items():
+        torch.testing.assert_close(pipe.state_dict(averaged=True)[name], (before[name] + value) / 2)
+
+
+@pytest.mark.parametrize("how", [{"precision": "bf16_pure"}, {"ranks": 2}, {"tied": True}], ids=str)
+def test_a_forward_that_changes_a_weight_of_which_copies_are_kept_is_refused(how: dict[str, Any]) -> None:
+    script = Script(**{"tied": False, **how})
+    for embed in (m for m in script.kept if isinstance(m, nn.Embedding)):
+        embed.max_norm = 0.1
+    with pytest.raises(UserError, match=r"'embed.weight' was changed in place by a forward, but other values of it"):
+        list(script.pipe.train(batches(1)))

@@ -69,6 +69,16 @@ def adversarial(m: Part, h: Tensor, y: Tensor) -> Tensor:
     return mse_loss(m.a(h + 0.1 * g / g.norm()), y)
 
 
+def implicit(m: Part, h: Tensor, y: Tensor) -> Tensor:
+    """The gradient of an equilibrium, which a hook takes within the backward (Bai et al., arXiv:1909.01377)."""
+    z = tanh(0.3 * m.a(h) + h)
+    if z.requires_grad:
+        at = z.detach().requires_grad_()
+        again = tanh(0.3 * m.a(at) + h)
+        z.register_hook(lambda g: g + torch.autograd.grad(again, at, g, retain_graph=True)[0])
+    return mse_loss(m.b(z), y)
+
+
 def marks(m: Part, x: Tensor) -> tuple[Tensor, Tensor]:
     h = tanh(m.a(x.requires_grad_()))
     return grad(h, x), h
@@ -83,6 +93,7 @@ KINDS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {  # tens
     "tied": ("h", lambda m, x: tanh(x @ m.w), lambda m, h, y: grad(mse_loss(h @ m.w, y), m.w).square().sum()),
     "tied, adversarial": ("h", lambda m, x: tanh(x @ m.w), lambda m, h, y: (
         mse_loss((h + grad(mse_loss(h @ m.w, y), h)) @ m.w, y) + grad(m.w.square(), m.w).mean())),
+    "implicit": ("h", lambda m, x: tanh(m.a(x)), implicit),
     "marks": ("pos h", marks, lambda m, pos, h, y: mse_loss(m.a(h) * m.b(pos), y)),
     "given": ("x h", lambda m, x: tanh(m.a(x)), forces),  # by a field that requires a gradient
     "marks what it received": ("pos h", lambda m, x: (x * 1, tanh(m.a(x))),
@@ -118,7 +129,7 @@ MARKED = "' was made to require a gradient, by a layer of stage"
 
 @pytest.mark.parametrize(("kind", "schedule", "stages", "recompute", "evaluate", "refusal"), [
     *((kind, "1f1b", [4], 0.0, False, "") for kind in KINDS),
-    *((kind, "zb_h1", [4], 0.0, False, "") for kind in ("forces", "tied", "addend")),
+    *((kind, "zb_h1", [4], 0.0, False, "") for kind in ("forces", "tied", "addend", "implicit")),
     *((kind, schedule, [2, 2], recompute, evaluate, "") for kind in ("of functions", "adversarial", "tied, adversarial",
                                                                    "addend")
       for schedule, recompute, evaluate in (("1f1b", 0.0, True), ("zb_h1", 1.0, False))),

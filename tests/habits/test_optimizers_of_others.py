@@ -92,13 +92,25 @@ class Normalised(SGD):
         super().step()
 
 
+class Unguarded(SGD):
+    """The same without a look at parameters that have no gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient /= norm
+        super().step()
+
+
 def test_one_with_a_norm_over_all_may_step_one_stage_of_several() -> None:
     def make(own: list[nn.Parameter]) -> Optimizer | None:
         return Normalised(own, lr=0.1) if own[0].shape == (12, WIDTH) else None
 
     list(pipeline(make, 3).train(batches()))
-    with pytest.raises(UserError, match=f"Normalised{JOINT}of 3 parts of the model\nhint: choose an optim"):
-        pipeline(lambda own: Normalised(own, lr=0.1), 3).train(batches())
+    for kind in (Normalised, Unguarded):
+        with pytest.raises(UserError, match=f"{kind.__name__}{JOINT}of 2 parts of the model\nhint: choose an optim"):
+            pipeline(lambda own, kind=kind: kind(own, lr=0.1), 2).train(batches())
 
 
 Write = Callable[[Any, dict[str, Any], float], object]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -76,6 +77,24 @@ def test_forwards_have_threads_of_their_own_and_autograd_the_callers() -> None:
     usage = pipe.engine.workers[0].usage(0)
     assert usage.forward_s > 0
     assert usage.communication_s == 0
+
+
+def test_threads_have_the_context_variables_of_the_script() -> None:
+    factor = ContextVar("factor", default=1.0)
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * factor.get()
+
+    torch.manual_seed(0)
+    net = nn.Sequential(Scaled(WIDTH, WIDTH))
+    losses = []
+    factor.set(3.0)
+    for executor in ("overlapped", "async_threaded"):
+        pipe = pipeline(Model.sequential(net, nn.MSELoss()), stages=1, schedule="gpipe", microbatches=4,
+                        executor=executor)
+        losses.append([step.loss for step in pipe.train([{"input": batch()["x"], "target": batch()["target"]}])])
+    assert losses[0] == losses[1]
 
 
 def test_threads_of_one_rank_give_the_same_bits_when_they_go_on_at_one_time() -> None:
