@@ -24,6 +24,8 @@ RETIRED: dict[str, str] = {
                                "Update(lambda params: YourSoap(params, lr=3e-3)), ...)",
     "vpipe.plan.PlanRequest.with_measured": "measure the layers again: vpipe profile CONFIG --again",
     "vpipe.testing.TrainingRecipe.apply(overflow)": "leave it out: the gradients that are given tell of an overflow",
+    "vpipe.testing.TrainingRecipe.weight": "say what labels count: Model(..., labels='labels', label_weights=...)",
+    "vpipe.testing.ReferencePrecision.weight": "round it: master.to(precision.dtype) if precision.pure else master",
     "vpipe sample --beams": _SEARCH,
     "vpipe sample --best": _SEARCH,
     "vpipe sample --length-penalty": _SEARCH,
