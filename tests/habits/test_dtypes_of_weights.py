@@ -170,6 +170,13 @@ def test_buffers_are_as_their_layers_make_them() -> None:
     assert all(torch.equal(state[f"at.{name}"], getattr(layer, name)) for name in ("turns", "mean"))
 
 
+def test_a_field_that_rounding_spoils_is_said_once() -> None:
+    pipe, batch = positions()
+    with pytest.warns(UserWarning, match="rounds the field 'at' by more than 0.5: give what must stay") as said:
+        list(pipe.train([batch | {"at": batch["at"].float()}] * 2))
+    assert len(said) == 1
+
+
 def test_a_buffer_that_meets_a_rounded_weight_is_refused_with_the_cast() -> None:
     pipe, batch = positions(cast=False)
     with pytest.raises(RunError, match=r"hint: buffers are not rounded: cast what meets a weight"):
