@@ -59,6 +59,6 @@ losses = {}
 for order in (Order("1f1b"), Order("seq1f1b", slices=4)):
     pipe = Pipeline(model, partial(torch.optim.AdamW, lr=0.05), stages=4, schedule=order, microbatches=4)
     found = losses[order.schedule] = [step.loss for step in pipe.train(batches(16))]
-    held = [stage.peak_activations / order.slices for stage in pipe.usage()]
+    held = [stage.peak_activations / (order.slices or 1) for stage in pipe.usage()]
     if pipe.rank == 0:
         print(f"{order.schedule}: loss {found[0]:.4f} -> {found[-1]:.4f}, microbatches held by each rank {held}")

@@ -87,7 +87,7 @@ def main() -> None:
             ratio = median(median(mine) / median(whole) for mine, whole in zip(own, took[0], strict=True))
             every = [update for turn in own for update in turn]
             if dist.get_rank() == 0:
-                print(f"| {ranks} | {microbatches} | {order.slices} | {1e3 * median(every):.0f} | "
+                print(f"| {ranks} | {microbatches} | {order.slices or 1} | {1e3 * median(every):.0f} | "
                       f"{1e3 * min(every):.0f} | {ratio:.3f} | {', '.join(f'{each:.1f}' for each in held)} |",
                       flush=True)
 

@@ -194,8 +194,10 @@ def test_what_is_refused(sharded: Wrap) -> None:
     for schedule in ("1f1b", "pipedream"):
         assert refusal(changed_through_the_shard, schedule=schedule, recompute=1.0).startswith(
             "error: 'b0.up.weight' was changed in place by a forward, which must find it unchanged")
-    assert "got mixed torch.Tensor and DTensor" in refusal(
-        sharded, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
+    assert refusal(sharded, optimizer=lambda params: torch.optim.AdamW(params, fused=True)) == (
+        "error: AdamW of stage 2 has 4 DTensors and 2 plain tensors in a parameter group with fused=True, by which "
+        "torch steps lists of one kind\n"
+        "hint: leave fused out, or give it two parameter groups: isinstance(p, DTensor) tells them apart")
     weights = DTensor.from_local(torch.ones(1, 1, 2, 4), sharded(dtensor_jobs.Block()).up.weight.device_mesh)
     with DrawnAsOnOneDevice(), pytest.raises(UserError, match=r"attention drops 0.5 of its weights within one"):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(weights, weights, weights, 0.5)

@@ -121,6 +121,8 @@ OTHERS = nn.Linear(2, 3)
 @pytest.mark.parametrize(("make", "text"), [
     (Lookahead, "error: the optimizer Lookahead of stage 0 wraps SGD, whose state is not its own and would not be "
                 "saved\nhint: return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"),
+    (torch.optim.LBFGS, "error: the optimizer LBFGS of stage 0 needs a closure that computes the loss again, which a "
+                        "pipeline does not have\nhint: choose an optimizer whose step() takes no arguments"),
     (lambda own: [SGD(own[:2], 0.1), SGD(own[1:], 0.1)],
      "error: 1 parameter of stage 0 given to two optimizers: '0.bias' (SGD and SGD)\n"
      "hint: give every parameter to one of them"),

@@ -95,7 +95,7 @@ class Recorder:
         self._waits: list[tuple[torch.Event, torch.Event]] | None = None  # of the device, while an action is recorded
         if self._device_times is not None and worker.transport.ordered:  # else the host waits
             worker.transport.receive = partial(self._receive, worker.transport.receive)  # type: ignore[method-assign]
-        self._held = 0
+        self._held, self._weighed = 0, dict[int, int]()
         self._gathered: dict[int, int] = {}  # bytes by stage
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
@@ -125,6 +125,7 @@ class Recorder:
     def execute(self, action: Action) -> None:
         """Execute and record one action of training."""
         worker, op, stage, index = self.worker, action.op, action.stage, action.index
+        self._weighed = self._weighed or self.weight_bytes()  # between updates modules have the masters
         if self.count >= self._limit:
             worker.execute(action)
             return
@@ -174,8 +175,9 @@ class Recorder:
 
     def weight_bytes(self) -> dict[int, int]:
         """Return the bytes of one version of the weights of each stage of the rank, with those that it borrows."""
-        return {index: sum(local(leaf).nbytes for weights in (stage.weights, *stage.borrowed.values())
-                           for leaf in weights.leaves()) for index, stage in self.worker.stages.items()}
+        return self._weighed or {index: sum(local(leaf).nbytes for weights in (stage.weights, *stage.borrowed.values())
+                                            for leaf in weights.leaves())
+                                 for index, stage in self.worker.stages.items()}
 
     def static_bytes(self) -> dict[int, int]:
         """Return the bytes of each stage besides versions: gradients, the optimizer's present state, masters of rounded

@@ -373,6 +373,14 @@ def _share_problems(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn
                     stage: int) -> Iterator[Problem]:
     """Yield the parameters of several optimizers, of none, or of another stage."""
     names = {id(parameter): name for name, parameter in parameters.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            how = next((how for how in ("foreach", "fused") if group.get(how)), None)
+            if how and 0 < (sharded := sum(map(is_sharded, group["params"]))) < len(group["params"]):
+                yield Problem(f"{type(optimizer).__name__} of stage {stage} has {sharded} DTensors and "
+                              f"{counted(len(group['params']) - sharded, 'plain tensor')} in a parameter group with "
+                              f"{how}=True, by which torch steps lists of one kind", f"leave {how} out, or give it "
+                              "two parameter groups: isinstance(p, DTensor) tells them apart")
     first: dict[str, str] = {}  # parameter -> its first optimizer
     twice: list[str] = []
     strange: list[str] = []
