@@ -26,7 +26,6 @@ from vpipe.model.layer import (
 from vpipe.model.model import Model
 from vpipe.model.sequential import loss_buffers, rounded_module
 from vpipe.model.split import StageSpec
-from vpipe.runtime.batch_comparison import checksum
 from vpipe.runtime.sharded_tensors import local, parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 
@@ -220,10 +219,14 @@ class StageLayers:
     def marks(self) -> Iterator[tuple[str, object]]:
         """Yield marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen by some
         values of each, except on a device for which the host would wait."""
+        sampled: dict[int, bytes] = {}  # by memory, which masters and leaves mostly share
         for name, p in (*self.weights.masters.items(), *self.named_parameters()):
-            values = local(p).detach().reshape(-1)
-            sample = values[::values.numel() // SAMPLED_VALUES | 1] if self.device.type == "cpu" else values[:0]
-            yield f"'{name}'", (p._version, local(p).data_ptr(), checksum(sample))
+            memory = local(p).data_ptr()
+            if memory not in sampled and self.device.type == "cpu":
+                values = local(p).detach().reshape(-1)
+                sampled[memory] = values[::values.numel() // SAMPLED_VALUES | 1].contiguous().view(
+                    torch.uint8).numpy().tobytes()
+            yield f"'{name}'", (p._version, memory, sampled.get(memory))
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

@@ -61,6 +61,7 @@ class WeightGradStore:
 
     def __init__(self) -> None:
         self._gathering = False
+        self._walk, self._whole = -1, False  # the latest backward that has asked
         self._elsewhere: set[int] = set()
         self._later: deque[DeferredGradients] = deque()
         self._now: list[tuple[nn.Parameter, Tensor]] = []
@@ -107,7 +108,19 @@ class WeightGradStore:
         parameter = target.parameter if isinstance(target, CastParameter) else target
         return (self._gathering and parameter is not None and id(parameter) not in self._elsewhere
                 and not torch.is_grad_enabled()  # as it is where that gradient wants a gradient itself
-                and _in_whole_walk(parameter))
+                and self._in_whole_walk(parameter))
+
+    def _in_whole_walk(self, parameter: nn.Parameter) -> bool:
+        """Return whether the backward that runs goes to all leaves, as that of the stage; not one that a hook or a
+        function of the user's takes within by some tensors. It is asked once of each, since to ask is slow.
+        """
+        if (walk := torch._C._current_graph_task_id()) != self._walk:
+            self._walk = walk
+            try:
+                self._whole = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+            except RuntimeError:  # the parameter is one of these tensors
+                self._whole = False
+        return self._whole
 
     def put(self, leaves: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]],
                 operands: Sequence[Tensor]) -> None:
@@ -157,13 +170,3 @@ def is_trained(argument: object) -> bool:
     """Return whether an argument is a parameter that wants a gradient."""
     return isinstance(argument, nn.Parameter) and argument.requires_grad and (
         type(argument) is nn.Parameter or is_sharded(argument))
-
-
-def _in_whole_walk(parameter: nn.Parameter) -> bool:
-    """Return whether the backward that runs goes to all leaves, as that of the stage; not one that a hook or a function
-    of the user's takes within by some tensors.
-    """
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # the parameter is one of these tensors
-        return False
