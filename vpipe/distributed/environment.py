@@ -214,9 +214,7 @@ def _scontrol(*question: str) -> str:
 
 
 def alone_hint(environment: Mapping[str, str]) -> str:
-    """Return which variables made this process a rank of several, and how it runs alone; empty under a launcher whose
-    processes are ranks for certain.
-    """
+    """Return which variables made this process a rank, and how it runs alone; empty where it is a rank for certain."""
     starter = environment.get(RankEnvironment.STARTER, "its starter")
     if starter == "srun" or ("SLURM_STEP_ID" in environment and "RANK" not in environment):
         tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
