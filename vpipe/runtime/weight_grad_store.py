@@ -111,7 +111,7 @@ class WeightGradStore:
                 and self._in_whole_walk(parameter))
 
     def _in_whole_walk(self, parameter: nn.Parameter) -> bool:
-        """Return whether the backward that runs goes to all leaves, unlike one by some tensors in a hook; asked once."""
+        """Return whether the backward that runs, asked once, goes to all leaves, unlike one by tensors in a hook."""
         if (walk := torch._C._current_graph_task_id()) != self._walk:
             self._walk = walk
             try:
