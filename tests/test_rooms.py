@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugins": {"errors"},
     "description": {"accelerator", "errors", "arguments", "plugins"},
     "schedules": {"errors", "lazy", "files", "plugins", "description"},
-    "model": {"accelerator", "errors", "arguments"},
+    "model": {"accelerator", "errors", "arguments", "description"},
     "plan": {"errors", "lazy", "description", "arguments", "files", "units", "schedules"},
     "distributed": {"accelerator", "errors", "lazy"},
     "checkpoint": {"accelerator", "errors", "lazy", "plugins", "files", "model", "distributed"},

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from cases import CASES, SETTINGS, Case, Setting, adamw, busy_s
 
 from vpipe import Asynchronous, Cut, Execution, Pipeline, Plan
+from vpipe.description.cut import balanced
 from vpipe.errors import VpipeError
 from vpipe.model.model import Model
-from vpipe.model.split import balanced
 from vpipe.plan.prediction import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
 from vpipe.profiling import RankGroup, measure

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vpipe import Layer, Model
+from vpipe.description.cut import balanced
 from vpipe.errors import UserError
-from vpipe.model.split import StageSpec, balanced, owner_of, ties_between
+from vpipe.model.split import StageSpec, owner_of, ties_between
 
 
 def linear() -> nn.Module:

@@ -17,10 +17,9 @@ from vpipe.app.config.config import load_config
 from vpipe.app.data.dataset import DatasetSettings
 from vpipe.app.data.synthetic import synthetic
 from vpipe.app.train.job import Job
-from vpipe.description.cut import Cut
+from vpipe.description.cut import Cut, balanced
 from vpipe.description.order import Order
 from vpipe.errors import UserError
-from vpipe.model.split import balanced
 from vpipe.plan.plan import Plan
 from vpipe.schedules.prepare import ScheduleSpec
 

@@ -1,15 +1,19 @@
-"""Describe how a model is cut: the layers of every stage, what is recomputed of them, and the ranks of every stage."""
+"""Describe how a model is cut: the layers of every stage, what is recomputed of them, and the ranks of every stage.
+
+What follows from a cut, the tensors that cross it or stay on a rank, is computed here from the names of layers alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from vpipe.arguments import Arguments, as_integer, shown
 from vpipe.description.recompute import MOST_LAYERS, Recompute, ranges, recomputed_layers
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 
 Placement = tuple[tuple[int, ...], ...]
 """The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1. Several of one stage hold
@@ -113,3 +117,94 @@ def _ranks(given: Arguments, ranks: Any) -> Any:
                      "write how many every stage has, or a list of lists of whole numbers, such as [[0, 1], [2]]")
         return 1
     return tuple(map(tuple, ranks)) or 1
+
+
+def crossings(layers: Sequence[tuple[Sequence[str], Collection[str]]]) -> list[tuple[str, ...]]:
+    """Return what crosses the cut before every layer, and after the last: tensors in the order in which they are read.
+
+    Args:
+        layers: the names that each reads, and those that it writes. A name that is written again is another tensor.
+    """
+    written: set[str] = set()
+    known = []
+    for reads, writes in layers:
+        known.append([name for name in reads if name in written])
+        written.update(writes)
+    found: list[tuple[str, ...]] = [()]
+    for (_, writes), own in zip(reversed(layers), reversed(known), strict=True):
+        found.append(tuple(dict.fromkeys([*own, *(name for name in found[-1] if name not in writes)])))
+    return found[::-1]
+
+
+class KeptInputs(NamedTuple):
+    """The inputs of a stage that its rank has since an earlier stage of its own, so that they are not sent.
+
+    Attributes:
+        since: that stage.
+        inputs: all inputs of the stage, in order.
+        names: those of them that the rank has.
+        made: those of these that the earlier stage wrote itself, so that its microbatches may not hold them.
+    """
+
+    since: int
+    inputs: tuple[str, ...]
+    names: Set[str]
+    made: Set[str]
+
+
+def kept_inputs(placement: Placement, layers: Sequence[range], inputs: Sequence[tuple[str, ...]],
+                writes: Sequence[Collection[str]]) -> dict[int, KeptInputs]:
+    """Return by stage what its rank keeps for it: what no layer between the two stages of the rank writes anew.
+
+    Gradients of it go through all stages nevertheless: each adds its own, in the order of one graph.
+
+    Args:
+        layers: of every stage.
+        inputs: of every stage: what crosses the cut before it.
+        writes: the names that each layer writes.
+    """
+    def written(numbers: range) -> set[str]:
+        return {name for number in numbers for name in writes[number]}
+
+    found = {}
+    for stage, ranks in enumerate(placement):
+        since = max((earlier for earlier in range(stage) if placement[earlier] == ranks), default=stage)
+        names = set(inputs[stage]) - written(range(layers[since].stop, layers[stage].start))
+        if names and since < stage - 1:  # the stage right before hands on everything without a transfer
+            found[stage] = KeptInputs(since, inputs[stage], names, names & written(layers[since]))
+    return found
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """Cut items into consecutive parts with the smallest possible heaviest part; return the number of items in each.
+
+    Dynamic programming over (parts, items); every part gets at least one item; of equally good cuts the earliest. Every
+    item that a cut moves makes the last part lighter and those before it heavier. The best cut is where the two meet,
+    which only moves forward as items are added: O(parts * items). Raises UserError for fewer items than parts.
+    """
+    items = len(weights)
+    if not 1 <= parts <= items:
+        raise UserError(f"{counted(parts, 'stage')}, but the model has only {counted(items, 'layer')}",
+                        hint="use 1 stage" if items == 1 else f"use between 1 and {items} stages")
+    total = [0.0, *accumulate(weights)]
+    heaviest = list(total)  # of the best split of the first n items into the parts so far
+    cuts: list[list[int]] = []
+    for part in range(2, parts + 1):
+        best, cut = [float("inf")] * (items + 1), [0] * (items + 1)
+        meet = part - 1
+        for n in range(part, items + 1):
+            while meet < n - 1 and heaviest[meet] < total[n] - total[meet]:
+                meet += 1
+            k = meet
+            if k > part - 1 and total[n] - total[k - 1] <= max(heaviest[k], total[n] - total[k]):
+                k -= 1
+                while k > part - 1 and total[k - 1] == total[k]:  # items that weigh nothing
+                    k -= 1
+            best[n], cut[n] = max(heaviest[k], total[n] - total[k]), k
+        heaviest = best
+        cuts.append(cut)
+    sizes, end = [], items
+    for cut in reversed(cuts):
+        sizes.append(end - cut[end])
+        end = cut[end]
+    return [end, *reversed(sizes)]

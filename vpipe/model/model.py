@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, shown
+from vpipe.description.cut import balanced, crossings
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model.adapters import adapted
 from vpipe.model.layer import (
@@ -43,7 +44,7 @@ from vpipe.model.sequential import (
     shared_modules,
     shared_parameters,
 )
-from vpipe.model.split import StageSpec, balanced, crossing, divide, owner_of
+from vpipe.model.split import StageSpec, divide, owner_of
 from vpipe.model.structure import ADDRESS, structure
 
 
@@ -217,7 +218,7 @@ class Model:
 
     def crossing(self, cut: int) -> tuple[str, ...]:
         """Return the tensors that cross the cut before layer ``cut``: written before it, and read next after it."""
-        return crossing(self.layers, cut)
+        return crossings([(layer.inputs, layer.outputs) for layer in self.layers])[cut]
 
     def parameter_counts(self) -> list[int]:
         """Count the parameters of each layer, a tied one once, where it is owned, without memory for them."""

@@ -1,11 +1,12 @@
-"""Split layers into stages: where to cut, which tensors cross each cut, and how to balance the parts."""
+"""Split layers into stages: the tensors at their borders, and the weights that they share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+from vpipe.description.cut import crossings
+from vpipe.description.recompute import ranges
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import LOSS, Layer, split_target
 
@@ -27,16 +28,6 @@ class StageSpec:
     borrowed: Mapping[str, tuple[int, str]]
 
 
-def crossing(layers: Sequence[Layer], cut: int) -> tuple[str, ...]:
-    """Return the tensors that cross the cut before layer ``cut``; see :meth:`vpipe.Model.crossing`."""
-    written = {name for layer in layers[:cut] for name in layer.outputs}
-    found: dict[str, None] = {}
-    for layer in layers[cut:]:
-        found.update(dict.fromkeys(name for name in layer.inputs if name in written))
-        written -= set(layer.outputs)
-    return tuple(found)
-
-
 def owner_of(layers: Sequence[Layer], target: str) -> str:
     """Follow ties of ties, and return the parameter at the end."""
     ties = {f"{layer.name}.{own}": further for layer in layers for own, further in layer.ties.items()}
@@ -56,7 +47,7 @@ def divide(layers: Sequence[Layer], fields: Sequence[str], partition: Sequence[i
     if (left := len(layers) - sum(partition)) != 0:
         raise UserError(f"partition {list(partition)} adds up to {counted(sum(partition), 'layer')}, but the model has "
                         f"{len(layers)}", hint=f"change it by {left:+d} so that it adds up to {len(layers)}")
-    spans = [range(end - size, end) for end, size in zip(accumulate(partition), partition, strict=True)]
+    spans, crossing = ranges(partition), crossings([(layer.inputs, layer.outputs) for layer in layers])
     stage_of = {layers[i].name: stage for stage, span in enumerate(spans) for i in span}
     specs = []
     for stage, span in enumerate(spans):
@@ -69,8 +60,8 @@ def divide(layers: Sequence[Layer], fields: Sequence[str], partition: Sequence[i
                 owner = stage_of[split_target(target, layers)[0]]
                 if owner != stage:
                     borrowed[f"{layer.name}.{own}"] = (owner, target)
-        outputs = crossing(layers, span.stop) if span.stop < len(layers) else (LOSS,)
-        specs.append(StageSpec(stage, span, crossing(layers, span.start), outputs,
+        outputs = crossing[span.stop] if span.stop < len(layers) else (LOSS,)
+        specs.append(StageSpec(stage, span, crossing[span.start], outputs,
                                tuple(f for f in fields if any(f in layer.inputs for layer in here)), borrowed))
     return tuple(specs)
 
@@ -101,38 +92,3 @@ def ties_between(specs: Sequence[StageSpec], counts: Callable[[str], bool] = lam
             if target not in names:
                 ties[owner][spec.index] = (*names, target)
     return ties
-
-
-def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Cut items into consecutive parts with the smallest possible heaviest part; return the number of items in each.
-
-    Dynamic programming over (parts, items); every part gets at least one item; of equally good cuts the earliest. Every
-    item that a cut moves makes the last part lighter and those before it heavier. The best cut is where the two meet,
-    which only moves forward as items are added: O(parts * items). Raises UserError for fewer items than parts.
-    """
-    items = len(weights)
-    if not 1 <= parts <= items:
-        raise UserError(f"{counted(parts, 'stage')}, but the model has only {counted(items, 'layer')}",
-                        hint="use 1 stage" if items == 1 else f"use between 1 and {items} stages")
-    total = [0.0, *accumulate(weights)]
-    heaviest = list(total)  # of the best split of the first n items into the parts so far
-    cuts: list[list[int]] = []
-    for part in range(2, parts + 1):
-        best, cut = [float("inf")] * (items + 1), [0] * (items + 1)
-        meet = part - 1
-        for n in range(part, items + 1):
-            while meet < n - 1 and heaviest[meet] < total[n] - total[meet]:
-                meet += 1
-            k = meet
-            if k > part - 1 and total[n] - total[k - 1] <= max(heaviest[k], total[n] - total[k]):
-                k -= 1
-                while k > part - 1 and total[k - 1] == total[k]:  # items that weigh nothing
-                    k -= 1
-            best[n], cut[n] = max(heaviest[k], total[n] - total[k]), k
-        heaviest = best
-        cuts.append(cut)
-    sizes, end = [], items
-    for cut in reversed(cuts):
-        sizes.append(end - cut[end])
-        end = cut[end]
-    return [end, *reversed(sizes)]

@@ -70,12 +70,9 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
 def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Return the stages that borrow a stage's tied weights, by owning stage."""
     stage_of = [stage for stage, size in enumerate(partition) for _ in range(size)]
-    ties: dict[int, set[int]] = {}
-    for number, layer in enumerate(profile.layers):
-        for owner in layer.tied:
-            if stage_of[owner] != stage_of[number]:
-                ties.setdefault(stage_of[owner], set()).add(stage_of[number])
-    return {owner: tuple(sorted(borrowers)) for owner, borrowers in sorted(ties.items())}
+    ties = sorted({(stage_of[owner], stage_of[number]) for number, layer in enumerate(profile.layers)
+                   for owner in layer.tied if stage_of[owner] != stage_of[number]})
+    return {owner: tuple(stage for lender, stage in ties if lender == owner) for owner, _ in ties}
 
 
 def _build(profile: Profile, spec: ScheduleSpec, frozen: int) -> Schedule:

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vpipe.description.cut import crossings
 from vpipe.errors import UserError
 from vpipe.files import count_of, read_json, read_record
 
@@ -323,30 +324,25 @@ def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple
 class ActivationMemory:
     """The bytes that a microbatch holds between its forward and its backward, and sends through cuts.
 
-    The counterpart, without torch, of :mod:`vpipe.model.split` and of the runtime's record of a microbatch. A name that
-    is written again is another tensor. ``tensors`` are those around every layer.
+    The counterpart, without torch, of the runtime's record of a microbatch. ``tensors`` are those around every layer.
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._profile, self._crossing = profile, [list[TensorBytes]()]
-        written: list[dict[str, TensorBytes]] = [{}]
-        for layer in profile.layers:
-            written.append({**written[-1], **{tensor.name: tensor for tensor in layer.writes}})
-        alive: frozenset[str] = frozenset()
+        self._profile, self._crossing = profile, list[list[TensorBytes]]()
         self.tensors: list[LayerTensors] = []
-        for layer, sources in zip(reversed(profile.layers), written[-2::-1], strict=True):
+        written: dict[str, TensorBytes] = {}
+        alive = crossings([(layer.reads, [tensor.name for tensor in layer.writes]) for layer in profile.layers])
+        for layer, before, after in zip(profile.layers, alive, alive[1:], strict=False):
             sizes = {tensor.name: tensor.bytes for tensor in layer.writes}
-            before = (alive - set(sizes)).union(name for name in layer.reads if name in sources)
             marks = [mark.partition(":")[::2] for mark in dict.fromkeys(layer.saves)]
+            self._crossing.append([written[name] for name in sorted(before)])
             self.tensors.append(LayerTensors(
-                tuple((name, sources[name].bytes) for name in sorted(before)), alive, layer.saved_bytes,
-                tuple(name for way, name in marks if way == "in" and name in before),
+                tuple((tensor.name, tensor.bytes) for tensor in self._crossing[-1]), frozenset(after),
+                layer.saved_bytes, tuple(name for way, name in marks if way == "in" and name in before),
                 tuple((name, sizes[name]) for way, name in marks if way == "out"), frozenset(sizes),
                 layer.recompute.median, layer.past_bytes))
-            self._crossing.append([sources[name] for name in sorted(before)])
-            alive = before
-        self.tensors.reverse()
-        self._crossing.reverse()
+            written |= {tensor.name: tensor for tensor in layer.writes}
+        self._crossing.append([])
 
     def crossing(self, cut: int) -> list[TensorBytes]:
         """Return the tensors that cross the cut before layer ``cut``."""

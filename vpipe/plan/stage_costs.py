@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from vpipe.description.cut import kept_inputs
 from vpipe.description.recompute import ranges
 from vpipe.plan.profile import LinkProfile, Profile
-from vpipe.schedules.assignment import last_visit
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.size import Placement
 
@@ -96,30 +96,21 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
 
 
 class UnsentInputs(NamedTuple):
-    """The inputs of a stage that its rank keeps since an earlier stage of its own, so that they are not sent.
+    """The inputs of a stage that its rank keeps since an earlier stage of its own, so that they are not sent."""
 
-    Attributes:
-        since: the earlier stage.
-        bytes: of a microbatch.
-        made: those of the bytes that the earlier stage writes itself.
-    """
-
-    since: int
+    since: int  # the earlier stage
     stage: int
-    bytes: int
-    made: int
+    bytes: int  # of a microbatch
+    made: int  # those of the bytes that the earlier stage writes itself
 
 
 def unsent_inputs(profile: Profile, partition: Sequence[int], placement: Placement) -> list[UnsentInputs]:
-    """Return what ranks keep for their later stages, as :func:`vpipe.runtime.p2p.kept_inputs` without torch."""
-    spans, found = list(ranges(partition)), []
-    for stage, layers in enumerate(spans):
-        if (since := last_visit(placement, stage)) is not None:
-            own, between = ({tensor.name for number in numbers for tensor in profile.layers[number].writes}
-                            for numbers in (spans[since], range(spans[since].stop, layers.start)))
-            kept = {t.name: t.bytes for t in profile.activations.crossing(layers.start) if t.name not in between}
-            found.append(UnsentInputs(since, stage, sum(kept.values()), sum(kept[name] for name in own & kept.keys())))
-    return found
+    """Return what ranks keep for their later stages."""
+    spans, crossing = ranges(partition), profile.activations.crossing
+    sizes = [{tensor.name: tensor.bytes for tensor in crossing(layers.start)} for layers in spans]
+    kept = kept_inputs(placement, spans, list(map(tuple, sizes)), [each.writes for each in profile.activations.tensors])
+    return [UnsentInputs(each.since, stage, *(sum(map(sizes[stage].__getitem__, names))
+                                              for names in (each.names, each.made))) for stage, each in kept.items()]
 
 
 def waiting_bytes(kept: Sequence[UnsentInputs], in_flight: Mapping[int, int]) -> dict[int, int]:

@@ -9,6 +9,7 @@ from itertools import chain
 from pkgutil import resolve_name
 
 from vpipe.checkpoint.manifest import View
+from vpipe.description.cut import kept_inputs
 from vpipe.description.description import Description
 from vpipe.description.execution import Executor
 from vpipe.distributed.device import DeviceMap
@@ -20,7 +21,6 @@ from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
 from vpipe.runtime.optimizer_step import Companion, LossScaler, OptimizerSteps, WeightAverage
-from vpipe.runtime.p2p import kept_inputs
 from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes
 from vpipe.runtime.stage import Stage
@@ -92,7 +92,9 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
     compression = Compression.described(description.transfers, len(placement), description.seed)
     # With compression every cut rounds all tensors, so a rank has not had what arrives there.
-    kept = kept_inputs(specs, model.layers, placement) if compression is None else {}
+    kept = {} if compression is not None else kept_inputs(
+        placement, [spec.layers for spec in specs], [spec.inputs for spec in specs],
+        [layer.outputs for layer in model.layers])
     for stage in (stage for stages in built.values() for stage in stages.values()):
         stage.kept_around.update(*(each.names for later, each in kept.items()
                                    if each.since < stage.spec.index < later))

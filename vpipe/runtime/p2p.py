@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence, Set, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vpipe.description.cut import KeptInputs
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer
-from vpipe.model.split import StageSpec
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
-from vpipe.schedules.assignment import last_visit
-from vpipe.schedules.size import Placement
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
 
@@ -25,39 +22,6 @@ _Kind = tuple[bool, torch.dtype | None]
 
 _Channel = tuple[int, int, _Kind, Signature]
 """The receiving stage, the peer, the segment, the batch's shapes: these determine what is transferred."""
-
-
-class KeptInputs(NamedTuple):
-    """The inputs of a stage that its rank has since an earlier stage of its own, so that they are not sent.
-
-    Attributes:
-        since: that stage.
-        inputs: all inputs of the stage, in order.
-        names: those of them that the rank has.
-        made: those of these that the earlier stage wrote itself, so that its microbatches may not hold them.
-    """
-
-    since: int
-    inputs: tuple[str, ...]
-    names: Set[str]
-    made: Set[str]
-
-
-def kept_inputs(specs: Sequence[StageSpec], layers: Sequence[Layer], placement: Placement) -> dict[int, KeptInputs]:
-    """Return by stage what its rank keeps for it: what no layer between the two stages of the rank writes anew.
-
-    Gradients of it go through all stages nevertheless: each adds its own, in the order of one graph.
-    """
-    def written(numbers: range) -> set[str]:
-        return {name for number in numbers for name in layers[number].outputs}
-
-    found = {}
-    for spec in specs:
-        if (since := last_visit(placement, spec.index)) is not None:
-            before = specs[since].layers
-            if names := set(spec.inputs) - written(range(before.stop, spec.layers.start)):
-                found[spec.index] = KeptInputs(since, spec.inputs, names, names & written(before))
-    return found
 
 
 class _OutputSpecs(NamedTuple):

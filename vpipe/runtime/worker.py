@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vpipe import accelerator
+from vpipe.description.cut import KeptInputs
 from vpipe.distributed.fault import may_follow
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
@@ -26,7 +27,7 @@ from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs, evaluation_of
-from vpipe.runtime.p2p import KeptInputs, P2PTransfers
+from vpipe.runtime.p2p import P2PTransfers
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes

@@ -160,15 +160,6 @@ def stages_of_rank(placement: Placement, rank: int) -> list[int]:
     return [stage for stage, ranks in enumerate(placement) if rank in ranks]
 
 
-def last_visit(placement: Placement, stage: int) -> int | None:
-    """Return the latest earlier stage through which the ranks of ``stage`` take the same microbatches as through it.
-
-    None where there is none, and where it is the stage right before, which hands on everything without a transfer.
-    """
-    earlier = max((s for s in range(stage) if placement[s] == placement[stage]), default=None)
-    return None if earlier == stage - 1 else earlier
-
-
 def passes(placement: Placement, rank: int) -> int:
     """Return how many stages of a rank the same microbatch passes, at most.
 

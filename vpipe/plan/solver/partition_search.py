@@ -260,16 +260,3 @@ def _best(found: Sequence[FoundPartition], cost: Callable[[FoundPartition], floa
 def running_sum(numbers: Sequence[float]) -> Floats:
     """Return the sums of the first 0, 1, ... of some numbers."""
     return np.concatenate([[0.0], np.cumsum(np.array(numbers, float))])
-
-
-def evenly(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the sizes of consecutive parts whose heaviest is as light as possible."""
-    running = running_sum(weights)
-
-    def evaluate(ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-        own = running[stop] - running[first]
-        return own, own
-
-    found = smallest_bottleneck(unreplicated_problem(parts, running, evaluate))
-    assert found is not None, "there are as many items as parts"
-    return found.partition

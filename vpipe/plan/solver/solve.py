@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
 
+from vpipe.description.cut import balanced
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Simulations, deepened, seconds
 from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.infeasible import infeasible
-from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
+from vpipe.plan.solver.partition_search import TOLERANCE, slices_of
 from vpipe.plan.solver.request import Alternative, PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.solver.stage_table import MOST_SETS
@@ -272,7 +273,7 @@ def _alternatives(trials: Simulations, candidates: Sequence[Candidate], chosen: 
         yield _without_recompute(trials, chosen)
     if request.partition is None and len(chosen.partition) > 1:
         weights = [layer.parameter_bytes for layer in request.profiles[chosen.choice.microbatches].layers]
-        partition = evenly(weights, len(chosen.partition))
+        partition = tuple(balanced(weights, len(chosen.partition)))
         if partition != plan.partition:
             stages = space.stages_of(chosen.choice, partition)
             equal = [] if stages is None else [chosen.with_stages(stages)]
