@@ -120,8 +120,8 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
        f"error: update_every is {every}, but 'gpipe' updates once per batch of 4 microbatches\n"
        "hint: leave update_every out, or choose a schedule without a flush, such as pipedream") for every in (1, 2)),
     ({"stages": 2, "placement": [[0], [0]]},
-     "error: '1f1b' holds 1 stage on each rank, but 2 stages on 1 rank are asked for\n"
-     "hint: use 1 stages, or another number of ranks"),
+     "error: '1f1b' does not place stages as [[0], [0]]\n"
+     "hint: place them as [[0], [1]], or with equally many replicas for every rank"),
     ({"stages": 2, "placement": [[0, 1], [2]]},
      "error: 2 replicas of stage 0 for 1 microbatch: some would have nothing to do\n"
      "hint: use 2 microbatches or more, or fewer replicas"),
@@ -129,8 +129,8 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
      "error: the placement [[0, 1], [3]] names ranks up to 3, but never rank 2\n"
      "hint: number the ranks from 0 without a gap"),
     ({"stages": 2, "placement": [[0, 1], [1]], "microbatches": 4},
-     "error: rank 1 is among the ranks [0, 1] of one stage and [1] of another\n"
-     "hint: under '1f1b' stages either have all their ranks in common, in the same order, or none"),
+     "error: '1f1b' does not place stages as [[0, 1], [1]]\n"
+     "hint: place them as [[0], [1]], or with equally many replicas for every rank"),
     ({"stages": 2, "ranks": 0}, "error: ranks is 0\nhint: give a whole number, 1 or more"),
     ({"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
      "error: rank 0 stands twice among the ranks [0, 0] of a stage\n"
@@ -145,8 +145,8 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
     ({"stages": 3, "schedule": "zb_v", "microbatches": 4},
      "error: 'zb_v' holds 2 stages on each rank, which do not divide 3 stages\nhint: use 2 or 4 stages"),
     ({"stages": 4, "schedule": "interleaved", "microbatches": 4, "placement": [[0], [1], [1], [0]]},
-     "error: 'interleaved' holds stage 2 where stage 0 is, on rank 0, but it is placed on rank 1\n"
-     "hint: place the stages as [[0], [1], [0], [1]]"),
+     "error: 'interleaved' does not place stages as [[0], [1], [1], [0]]\n"
+     "hint: place them as [[0], [1], [0], [1]], or with equally many replicas for every rank"),
     ({"plan": Plan(Cut((3, 3)), Order("gpip"))},
      f"error: no schedule is called 'gpip'\nhint: did you mean 'gpipe'? Y{OWN}")])
 def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[str, Any], text: str) -> None:

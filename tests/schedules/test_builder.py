@@ -23,7 +23,7 @@ from vpipe.testing.strategies import prove
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
 def test_no_layout_deadlocks(layout: Layout, ranks: int, chunks: int, microbatches: int) -> None:
     schedule = lower(build_evaluation(layout(ranks, chunks), microbatches))
-    deps = Graph.from_schedule(schedule)
+    deps = Graph(schedule)
     for rule in (matching, precedence, channel_order):
         rule(deps)
     for rendezvous in (False, True):

@@ -74,7 +74,7 @@ def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
 def test_versions(name: str, data: st.DataObject) -> None:
     warmup, every, updates = data.draw(streams(name))
     schedule = prove(name, Layout.LOOP(len(warmup)), every * updates, every, warmup=warmup)
-    for (stage, microbatch), version in Graph.from_schedule(schedule).version.items():
+    for (stage, microbatch), version in Graph(schedule).version.items():
         assert version == VERSIONS[name](warmup, every, stage, microbatch)
     assert [fact.peak_activations for fact in schedule.rank_peaks] == list(schedule.peak_activations)
 

@@ -42,7 +42,7 @@ class SerialDevices:
 
     def __init__(self, schedule: Schedule, *, rendezvous: bool, blocking: bool = False, lanes: int = 1) -> None:
         self.schedule, self.rendezvous, self.blocking, self.lanes = schedule, rendezvous, blocking, lanes
-        self.deps = Graph.from_schedule(schedule)
+        self.deps = Graph(schedule)
         self.programs = list(schedule.programs) * lanes
         ranks = range(len(self.programs))
         self.cursors = [0] * len(ranks)
@@ -211,7 +211,7 @@ def test_any_order_that_can_be_computed_can_be_lowered(schedule: Schedule, norm:
 
 
 def ordered(schedule: Schedule) -> Schedule:
-    placed, stuck = in_one_order(Graph.from_schedule(schedule))
+    placed, stuck = in_one_order(Graph(schedule))
     assert not stuck
     return placed
 

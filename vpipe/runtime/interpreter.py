@@ -46,10 +46,10 @@ class RankPrograms:
 
     def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:
         if ordered and not schedule.stream:
-            schedule, _ = in_one_order(Graph.from_schedule(schedule))
+            schedule, _ = in_one_order(Graph(schedule))
         self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
         self._split = schedule.split_backwards
-        self._versions = Graph.from_schedule(schedule).version
+        self._versions = schedule.versions_used
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
     def for_batch(self, rank: int) -> RankProgram:
@@ -97,7 +97,7 @@ class RankPrograms:
         if microbatches not in self._evaluations:
             schedule = lower(build_evaluation(self._schedule.placement, microbatches))
             if self._ordered:
-                schedule, _ = in_one_order(Graph.from_schedule(schedule))
+                schedule, _ = in_one_order(Graph(schedule))
             self._evaluations = {microbatches: schedule}
         programs = self._evaluations[microbatches].programs
         return lambda rank: RankProgram(iter(programs[rank]), lambda owner, microbatch: 0,

@@ -44,23 +44,23 @@ def build(name: str, placement: Placement | int, microbatches: int, update_every
     """
     registered = RegisteredSchedule.named(name)
     registered.check_slices(slices)
-    if isinstance(placement, int) and registered.search is not None:
-        found = registered.search(placement, microbatches, costs, limits, chunks=chunks)
-        return replace(found.with_programs([list(with_recompute(program, recompute)) for program in found.programs]),
-                       name=name, ties=dict(ties or {}))
-    if isinstance(placement, int):
+    if isinstance(placement, int) and registered.search is None:
         placement = registered.placement(placement, chunks)
-    costs = costs(placement) if callable(costs) else costs
-    if registered.search is not None:
+    if isinstance(placement, int):
+        assert registered.search is not None
+        found = registered.search(placement, microbatches, costs, limits, chunks=chunks)
+        made = found.with_programs([list(with_recompute(program, recompute)) for program in found.programs])
+    elif registered.search is not None:
         views = replica_views(registered, placement, microbatches, update_every, warmup, slices)
-        searched = _searched(registered, placement, views, microbatches, recompute, costs, limits)
-        return replace(searched, name=name, ties=dict(ties or {}))
-    if limits is not None:
+        made = _searched(registered, placement, views, microbatches, recompute,
+                         costs(placement) if callable(costs) else costs, limits)
+    elif limits is not None:
         raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
-    outlined, program = outline(name, placement, microbatches, update_every, warmup, recompute, slices)
-    return replace(outlined, programs=tuple(tuple(program(rank)) for rank in range(outlined.ranks)),
-                   ties=dict(ties or {}))
+    else:
+        made, program = outline(name, placement, microbatches, update_every, warmup, recompute, slices)
+        made = made.with_programs([tuple(program(rank)) for rank in range(made.ranks)])
+    return replace(made, name=name, ties=dict(ties or {}))
 
 
 def outline(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
@@ -257,89 +257,52 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
     return tuple(views[rank] for rank in sorted(views))
 
 
-def check_no_warmup(file: str, warmup: Sequence[int] | None) -> None:
-    """Refuse forwards before the first backward for a schedule that is read from a file."""
-    if warmup is not None:
-        raise UserError(f"warmup_depth is {list(warmup)}, but '{file}' says the order of its actions",
-                        hint="leave warmup_depth out, or take a schedule by its name")
-
-
 def _groups(registered: RegisteredSchedule, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:
     """Return the stages per rank that a microbatch passes, the groups of replicas, and the generator's rank of each.
 
     The groups stand in the order in which microbatches first come to them; with copies of stages, by their ranks.
 
     Raises:
-        UserError: the registered cannot have this placement.
+        UserError: the schedule cannot have this placement.
     """
     for group in placement:
         if twice := [rank for rank, times in Counter(group).items() if times > 1]:
             raise UserError(f"rank {twice[0]} stands twice among the ranks {list(group)} of a stage",
                             hint="name each rank once")
-    if not registered.places_copies(len(placement)):
-        return _alone(registered, placement)
-    for chunks in range(1, len(placement) + 1) if registered.any_chunks else (registered.chunks,):
-        ranks, left = divmod(len(placement), chunks)
-        if not left and (groups := _matched(placement, registered.placement(ranks, chunks))) is not None:
-            return chunks, [groups[rank] for rank in sorted(groups)], sorted(groups)
-    ranks, left = divmod(len(placement), registered.chunks)
+    stages, copies = len(placement), registered.places_copies(len(placement))
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(placement))}
+    for chunks in range(1, stages + 1) if registered.any_chunks else (registered.chunks,):
+        ranks, left = divmod(stages, chunks)
+        if left or not (copies or ranks == len(numbers)):
+            continue
+        own = registered.placement(ranks, chunks) if registered.search is None else tuple(
+            (numbers[group],) for group in placement)
+        if (found := _matched(placement, own)) is None:
+            continue
+        own_ranks, uneven = sorted(found) if copies else list(found), len(set(map(len, found.values()))) > 1
+        if not uneven or (chunks == 1 and registered.search is None and own_ranks == list(range(ranks)) and not copies):
+            return chunks, [found[rank] for rank in own_ranks], own_ranks
+        if not copies:
+            raise UserError(f"'{registered.name}' has equally many replicas of every stage, not "
+                            f"{', '.join(str(len(ranks)) for ranks in placement)}", hint="give all stages equally "
+                            f"many, or take a schedule with one stage per rank, such as {RegisteredSchedule.DEFAULT} "
+                            f"or {RegisteredSchedule.DEFAULT_ASYNCHRONOUS}")
+    ranks, left = divmod(stages, registered.chunks)
     shown = registered.placement(ranks + (left > 0), registered.chunks)
     raise UserError(f"'{registered.name}' does not place stages as {list(map(list, placement))}",
                     hint=f"place them as {list(map(list, shown))}, or with equally many replicas for every rank")
 
 
 def _matched(placement: Placement, own: Placement) -> dict[int, tuple[int, ...]] | None:
-    """Return the ranks that stand for each rank of ``own`` in a placement that is ``own`` with replicas.
-
-    None where it is not, or where they are not equally many everywhere.
-    """
-    width, left = divmod(len(placement[0]), len(own[0]))
+    """Return the ranks that stand for each rank of ``own`` in a placement that is ``own`` with replicas; else None."""
     found: dict[int, tuple[int, ...]] = {}
     for group, ranks in zip(placement, own, strict=True):
-        if left or len(group) != width * len(ranks):
+        width, left = divmod(len(group), len(ranks))
+        parts = [group[number * width:(number + 1) * width] for number in range(len(ranks))]
+        if left or any(found.setdefault(rank, part) != part for rank, part in zip(ranks, parts, strict=True)):
             return None
-        for number, rank in enumerate(ranks):
-            part = group[number * width:(number + 1) * width]
-            if found.setdefault(rank, part) != part:
-                return None
     everyone = [rank for part in found.values() for rank in part]
     return found if len(everyone) == len(set(everyone)) else None
-
-
-def _alone(registered: RegisteredSchedule, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:
-    """Return the same for a schedule that places every stage on one rank."""
-    groups = list(dict.fromkeys(placement))
-    times = Counter(rank for group in groups for rank in group)
-    if twice := [rank for rank, count in times.items() if count > 1]:
-        group, other = [group for group in groups if twice[0] in group][:2]
-        raise UserError(f"rank {twice[0]} is among the ranks {list(group)} of one stage and {list(other)} of another",
-                        hint=f"under '{registered.name}' stages either have all their ranks in common, in the same "
-                             "order, or none")
-    ranks = len(groups)
-    chunks, left = divmod(len(placement), ranks)
-    if left or not (chunks == registered.chunks or registered.any_chunks):
-        word = "rank" if len(times) == ranks else "group of replicas"
-        any_number = registered.any_chunks
-        raise UserError(f"'{registered.name}' holds {'equally many' if any_number else registered.chunks} stage"
-                        f"{'s' * (any_number or registered.chunks > 1)} on each {word}, but "
-                        f"{counted(len(placement), 'stage')} on {counted(ranks, word)} are asked for",
-                        hint=f"use {ranks * (max(1, chunks) if any_number else registered.chunks)} stages, or "
-                             f"another number of {'ranks' if word == 'rank' else 'groups'}")
-    placed = [rank for (rank,) in registered.placement(ranks, chunks)]
-    own_ranks = list(range(ranks)) if registered.search is not None else list(dict.fromkeys(placed))
-    own = [groups[own_ranks.index(rank)] for rank in placed]
-    for stage, (group, expected) in enumerate(zip(placement, own, strict=True)):
-        if group != expected and registered.search is None:
-            raise UserError(f"'{registered.name}' holds stage {stage} where stage {placement.index(expected)} is, on "
-                            f"rank {', '.join(map(str, expected))}, but it is placed on rank "
-                            f"{', '.join(map(str, group))}", hint=f"place the stages as {list(map(list, own))}")
-    if len({len(group) for group in groups}) > 1 and (chunks > 1 or own_ranks != list(range(ranks))
-                                                      or registered.search is not None):
-        raise UserError(f"'{registered.name}' has equally many replicas of every stage, not "
-                        f"{', '.join(str(len(ranks)) for ranks in placement)}", hint="give all stages equally many, "
-                        f"or take a schedule with one stage per rank, such as {RegisteredSchedule.DEFAULT} or "
-                        f"{RegisteredSchedule.DEFAULT_ASYNCHRONOUS}")
-    return chunks, groups, own_ranks
 
 
 def _update_every(registered: RegisteredSchedule, depth: int, microbatches: int, update_every: int | None,

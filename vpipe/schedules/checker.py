@@ -24,6 +24,7 @@ from vpipe.schedules.kinds import (
     VERSION,
     Kind,
     Needed,
+    Op,
     Value,
 )
 from vpipe.schedules.loads import rank_loads, stage_loads
@@ -49,7 +50,7 @@ def check(schedule: Schedule) -> None:
     Raises:
         CheckError: a rule is broken; the text shows the grid of actions with the one at fault marked.
     """
-    graph = Graph.from_schedule(schedule)
+    graph = Graph(schedule)
     for rule in RULES:
         rule(graph)
 
@@ -122,8 +123,7 @@ def completeness(graph: Graph) -> None:
 
     Dropped activations are recomputed early at most once, as is everything else that generators yield.
     """
-    forward, whole = kinds.having("uses_version"), kinds.having("whole_backward")
-    first, second = kinds.having("first_half"), kinds.having("second_half")
+    forward, whole, first, second = Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT
     others = [kind for kind in kinds.known() if kind in graph.schedule.kinds and kind.generated and kind.per_microbatch
               and kind not in (forward, whole, first, second)]
     for action, spots in graph.where.items() if not all(kind.is_own for kind in graph.schedule.kinds) else ():
@@ -399,25 +399,19 @@ def peak_activations(graph: Graph) -> None:
                                  (rank, position))
 
 
-def no_deadlock_buffered(graph: Graph) -> None:
-    """Check that every rank reaches its end when sends never wait."""
-    _reaches_end(graph, rendezvous=False, kind="never wait (buffered)")
-
-
-def no_deadlock_rendezvous(graph: Graph) -> None:
-    """Check that every rank reaches its end when a send waits until its receive is posted."""
-    if graph.setting.is_lowered:
-        _reaches_end(graph, rendezvous=True, kind="wait for their receive (rendezvous)")
-
-
-def _reaches_end(graph: Graph, rendezvous: bool, kind: str) -> None:
-    cursors, blocked = execute(graph, rendezvous=rendezvous)
-    if blocked:
-        waiting = "; ".join(f"rank {rank} stands before {action} and waits for {awaited} of rank {peer}"
-                            for rank, (action, awaited, peer) in blocked.items())
-        raise graph.error(f"deadlock when sends {kind}: {waiting}",
-                         "move the awaited actions forward in their programs, or the waiting ones back",
-                         *((rank, cursors[rank]) for rank in blocked), cursors=cursors)
+def no_deadlock(graph: Graph) -> None:
+    """Check that every rank reaches its end: when sends never wait, and when a send waits until its receive is posted.
+    """
+    if graph.setting.is_lowered and not execute(graph, rendezvous=True)[1]:
+        return  # sends that never wait hold up nobody else
+    for rendezvous, kind in ((False, "never wait (buffered)"), (True, "wait for their receive (rendezvous)")):
+        cursors, blocked = execute(graph, rendezvous=rendezvous)
+        if blocked:
+            waiting = "; ".join(f"rank {rank} stands before {action} and waits for {awaited} of rank {peer}"
+                                for rank, (action, awaited, peer) in blocked.items())
+            raise graph.error(f"deadlock when sends {kind}: {waiting}",
+                              "move the awaited actions forward in their programs, or the waiting ones back",
+                              *((rank, cursors[rank]) for rank in blocked), cursors=cursors)
 
 
 def no_deadlock_in_one_order(graph: Graph) -> None:
@@ -500,6 +494,6 @@ def slices(graph: Graph) -> None:
 
 RULES: tuple[Callable[[Graph], None], ...] = (
     placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
-    borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, no_deadlock_in_one_order,
-    weight_versions, peak_activations, nothing_freed_is_used, gathered_weights, slices)
+    borrowed_versions, channel_order, no_deadlock, no_deadlock_in_one_order, weight_versions, peak_activations,
+    nothing_freed_is_used, gathered_weights, slices)
 """Every rule, in the order in which :func:`check` holds a schedule to them."""

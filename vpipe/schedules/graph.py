@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
@@ -76,7 +75,6 @@ def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, in
     return dict(makers)
 
 
-@dataclass(frozen=True)
 class Graph:
     """Hold tables made in one pass over the programs, and answer what the checker's rules ask.
 
@@ -86,18 +84,12 @@ class Graph:
         version: the weight version that the forward of (stage, microbatch) uses.
     """
 
-    schedule: Schedule
-    setting: Setting
-    where: Mapping[Action, Sequence[Spot]]
-    last: Mapping[tuple[int, int, int], Action]
-    version: Mapping[tuple[int, int], int]
-    makers: Mapping[Value, Sequence[tuple[Kind, int]]]
-
-    @classmethod
-    def from_schedule(cls, schedule: Schedule) -> Graph:
-        where: dict[Action, tuple[Spot, ...]] = {}
-        version: dict[tuple[int, int], int] = {}
-        last: dict[tuple[int, int, int], Action] = {}
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.makers = schedule, _makers(schedule.kinds)
+        self.where: dict[Action, tuple[Spot, ...]] = {}
+        self.version: dict[tuple[int, int], int] = {}
+        self.last: dict[tuple[int, int, int], Action] = {}
+        where, version, last = self.where, self.version, self.last
         per_update = [schedule.assignment.per_update(stage) for stage in range(schedule.stages)]
         for rank, program in enumerate(schedule.programs):
             registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
@@ -110,9 +102,8 @@ class Graph:
                     elif op.completes and stage < len(per_update) and per_update[stage]:
                         last[stage, index // per_update[stage], rank] = action
                     registers[stage].follow(action)
-        setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
-                          is_lowered=schedule.is_lowered, **exchanged_at_updates(schedule.kinds))
-        return cls(schedule, setting, where, last, version, _makers(schedule.kinds))
+        self.setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
+                               is_lowered=schedule.is_lowered, **exchanged_at_updates(schedule.kinds))
 
     # -- the programs ----------------------------------------------------------------------------------
 

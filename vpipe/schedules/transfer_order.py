@@ -29,7 +29,7 @@ def post_in_time(schedule: Schedule) -> Schedule:
 
     A schedule that deadlocks even with buffers is returned unchanged.
     """
-    graph = Graph.from_schedule(schedule)
+    graph = Graph(schedule)
     posting = _ReceivePlacement(graph)
     while posting.awake:
         while posting.awake:

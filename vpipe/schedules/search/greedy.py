@@ -151,7 +151,7 @@ def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, li
     programs: list[list[Action]] = [[] for _ in range(1 + max(rank for rank, *_ in placement))]
     for op, stage in turns:
         programs[placement[stage][0]].append(Action(op, stage, 0))
-    graph = Graph.from_schedule(Schedule("turns", placement, tuple(map(tuple, programs)), 1, 1, True, (), (), {}))
+    graph = Graph(Schedule("turns", placement, tuple(map(tuple, programs)), 1, 1, True, (), (), {}))
     fed_by: dict[Turn, Turn | None] = {}
     for turn in turns:
         action, rank = Action(*turn, 0), placement[turn[1]][0]

@@ -69,7 +69,7 @@ class SimulationTables:
         if posted:
             schedule = lowered.with_programs([[action for action in program if not action.op.receives]
                                               for program in lowered.programs])
-        graph = Graph.from_schedule(schedule)
+        graph = Graph(schedule)
         widths = [len(ranks) for ranks in schedule.placement]
         unit = _ticks_per_second(schedule.kinds, costs, widths)
         ends = list(accumulate(map(len, schedule.programs)))
