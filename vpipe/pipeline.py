@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,7 +32,7 @@ from vpipe.model.layer import split_target
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
 from vpipe.plan.plan import Plan
-from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
+from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, labelled
 from vpipe.runtime.collectives import LocalUsage, clock_offset
 from vpipe.runtime.engine import Engine, Pauses
 from vpipe.runtime.microbatches import Batch
@@ -376,7 +377,8 @@ class Pipeline:
         """Label every action meanwhile for torch's profiler, with its text and the run's number: ``0F3``."""
         with ExitStack() as stack:
             for worker in self.engine.workers.values():
-                stack.callback(label_actions(worker))
+                worker.around.append(label := partial(labelled, worker))
+                stack.callback(worker.around.remove, label)
             yield
 
     def observe(self, observer_of: Mapping[int, StepObserver]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -133,14 +133,13 @@ def expected(predicted: SimulatedPlan) -> list[int]:
 def clocked(worker: Worker) -> dict[str, list[float]]:
     """Seconds of a core that the worker's actions take from now on, by stage and kind, such as ``0F``."""
     seconds: dict[str, list[float]] = defaultdict(list)
-    execute = worker.execute
 
-    def timed(action: Action) -> None:
+    def timed(action: Action, run: Callable[[], None]) -> None:
         started = thread_time()
-        execute(action)
+        run()
         seconds[f"{action.stage}{action.op}"].append(thread_time() - started)
 
-    worker.execute = timed  # type: ignore[method-assign]
+    worker.around.append(timed)
     return seconds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,7 +27,7 @@ from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import SUM_BYTES, combined_memory
 from vpipe.profiling import RankGroup, measure
-from vpipe.runtime.action_recorder import label_actions
+from vpipe.runtime.action_recorder import labelled
 from vpipe.runtime.reducer import BUCKET_BYTES
 from vpipe.schedules.action import RecordedAction
 
@@ -252,7 +253,7 @@ def whole_at_once(*, runs: Sequence[dict[str, Any]]) -> list[list[int]]:
         batch = {"x": torch.randn(4, SIDE), "y": torch.randn(4, SIDE)}
         list(pipe.train([batch]))
         [recorder] = pipe.engine.record().values()
-        label_actions(recorder.worker)
+        recorder.worker.around.append(partial(labelled, recorder.worker))
         # The least of some updates: gloo's threads may let go of what was sent a while after the rank was told so.
         most, at_step = map(min, zip(*(held_in_update(pipe, batch) for _ in range(4)), strict=True))
         parts, static = (sum(each.values()) for each in (recorder.weight_bytes(), recorder.static_bytes()))

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.profiler import record_function
 from vpipe import accelerator
 from vpipe.errors import RunError
 from vpipe.runtime.activations import ActivationCounter
-from vpipe.runtime.microbatches import Signature
+from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
@@ -77,7 +76,7 @@ class _DeviceTimes:
 
 
 class Recorder:
-    """Execute the actions of a worker and record each; ``USE`` as taking no time.
+    """Record the actions of training of a worker, among whose ``around`` it is; ``USE`` as taking no time.
 
     The bytes kept for backwards are counted for the first microbatches of every shape only.
 
@@ -92,9 +91,7 @@ class Recorder:
         device = next(iter(worker.stages.values())).device
         self._device_times = None if device.type == "cpu" else _DeviceTimes(device)
         self._now: Callable[[], Any] = perf_counter if self._device_times is None else self._device_times.mark
-        self._waits: list[tuple[torch.Event, torch.Event]] | None = None  # of the device, while an action is recorded
-        if self._device_times is not None and worker.transport.ordered:  # else the host waits
-            worker.transport.receive = partial(self._receive, worker.transport.receive)  # type: ignore[method-assign]
+        self._segment: Segment | None = None
         self._held, self._weighed = 0, dict[int, int]()
         self._gathered: dict[int, int] = {}  # bytes by stage
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -122,23 +119,31 @@ class Recorder:
         self._limit = self.count
         self._records.clear()
 
-    def execute(self, action: Action) -> None:
-        """Execute and record one action of training."""
-        worker, op, stage, index = self.worker, action.op, action.stage, action.index
-        self._weighed = self._weighed or self.weight_bytes()  # between updates modules have the masters
-        if self.count >= self._limit:
-            worker.execute(action)
+    def __call__(self, action: Action, run: Callable[[], None]) -> None:
+        """Execute an action by ``run``, and record it if it is one of training."""
+        worker, (op, stage, index) = self.worker, action
+        if not worker.segment.training:
+            run()
             return
+        self._weighed = self._weighed or self.weight_bytes()  # between updates modules have the masters
+        if self.full:
+            run()
+            return
+        if worker.segment is not self._segment:
+            self._segment, self._held = worker.segment, 0
+            self._gathered.clear()  # microbatches of a segment that failed
+            self._in_flight.clear()
         counter = self._counter_for(op, stage, index) if op.uses_version or op.remembers else None
-        transport = worker.transport
-        waits = self._waits = []
+        transport, waits = worker.transport, list[tuple[torch.Event, torch.Event]]()
+        if self._device_times is not None and transport.ordered:  # else the host waits
+            transport.device_waits = waits
         waited, started = transport.wait_s, self._now()
         if counter is None:
-            worker.execute(action)
+            run()
         else:
-            self._execute_counted(action, counter)
+            _run_counted(run, counter)
         ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
-        self._waits = None
+        transport.device_waits = None
         self.count += 1
         if op.uses_version or op.remembers or op.first_half:
             self._keep(op, stage, index)
@@ -150,20 +155,6 @@ class Recorder:
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
                               waited if self._device_times is None else (waited, waits), self._held + worker.kept_bytes,
                               0 if here is None else here.weights.version_count))
-
-    def _receive(self, receive: Callable[..., list[torch.Tensor]], *key: Any) -> list[torch.Tensor]:
-        """Receive, and mark when the device waited for it."""
-        if self._waits is None:
-            return receive(*key)
-        begun, received = self._now(), receive(*key)
-        self._waits.append((begun, self._now()))
-        return received
-
-    def abandon(self) -> None:
-        """Forget microbatches that failed; their actions stay recorded."""
-        self._in_flight.clear()
-        self._gathered.clear()
-        self._held = 0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -208,15 +199,6 @@ class Recorder:
                 None if before is None else before.counter))
         return self._in_flight[stage, microbatch].counter
 
-    def _execute_counted(self, action: Action, counter: ActivationCounter) -> None:
-        try:
-            with counter.counting():
-                self.worker.execute(action)
-        except RunError as error:
-            if "saved tensor hooks" in error.what:
-                error.hint = "what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
-            raise
-
     def _keep(self, op: Kind, stage: int, microbatch: int) -> None:
         """Add the bytes that an action keeps."""
         mine = self._in_flight[stage, microbatch]
@@ -236,17 +218,17 @@ class Recorder:
         self._held -= mine.bytes
 
 
-def label_actions(worker: Worker) -> Callable[[], None]:
-    """Label every action of a worker with its text form and the run's number, such as ``0F3``, from now on.
+def _run_counted(run: Callable[[], None], counter: ActivationCounter) -> None:
+    try:
+        with counter.counting():
+            run()
+    except RunError as error:
+        if "saved tensor hooks" in error.what:
+            error.hint = "what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
+        raise
 
-    Returns:
-        A function that removes the labels.
-    """
-    plain = worker.operations
 
-    def labelled(op: Kind, stage: int, index: int) -> None:
-        with record_function(f"{stage}{op}{worker.segment.number_of(Action(op, stage, index))}"):
-            plain[op](stage, index)
-
-    worker.operations = {op: partial(labelled, op) for op in plain}
-    return partial(setattr, worker, "operations", plain)
+def labelled(worker: Worker, action: Action, run: Callable[[], None]) -> None:
+    """Execute an action under a label for torch's profiler: its text form with the run's number, such as ``0F3``."""
+    with record_function(f"{action.stage}{action.op}{worker.segment.number_of(action)}"):
+        run()

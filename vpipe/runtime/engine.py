@@ -116,6 +116,7 @@ class Engine:
         self._streamed: MicrobatchLoader | None = None  # the latest
         self._results = StepResults(self.workers, schedule, distributed, world.lanes, beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
+        self._recorders: dict[int, Recorder] = {}
         self._interpreter = Interpreter(self.workers, self._results, schedule, self.interrupts, distributed)
         with self._taken_back():
             pass
@@ -425,8 +426,12 @@ class Engine:
         if (why := self._description.execution.no_timeline) is not None:
             raise UserError(why[0], hint=why[1])
         assert self._stream is None, "microbatches in flight were not recorded"
-        self._interpreter.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
-        return self._interpreter.recorders
+        for rank, worker in self.workers.items():
+            if rank in self._recorders:
+                worker.around.remove(self._recorders[rank])
+            self._recorders[rank] = Recorder(worker, limit)
+            worker.around.append(self._recorders[rank])
+        return dict(self._recorders)
 
     @set_aside
     def evaluate(self, batches: Iterable[Batch], wanted: Outputs | None,
@@ -452,7 +457,7 @@ class Engine:
         with self.interrupts, self._taken_back(), ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted))
-            for recorder in self._interpreter.recorders.values():
+            for recorder in self._recorders.values():
                 stack.enter_context(recorder.evaluating())
             stack.enter_context(self.collectives.first_buffers())
             while loader.has(first):

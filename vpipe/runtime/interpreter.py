@@ -11,7 +11,6 @@ from types import FrameType
 from typing import NamedTuple
 
 from vpipe.errors import RunError
-from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.step_results import Step, StepResults
@@ -161,7 +160,6 @@ class Interpreter:
 
     Attributes:
         broken: whether a segment failed: the stages may be at different versions.
-        recorders: by rank, where actions in training are recorded.
     """
 
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, schedule: Schedule,
@@ -169,7 +167,6 @@ class Interpreter:
         self._workers, self._results, self._distributed = workers, results, distributed
         self._ties, self._exchanged, self._interrupts = schedule.ties, exchanged_at_updates(schedule.kinds), interrupts
         self.broken = self._stepped = False
-        self.recorders: Mapping[int, Recorder] = {}
 
     def run(self, segment: Segment, program_of: Callable[[int], RankProgram]) -> Iterator[int]:
         """Execute a segment; yield each step when every stage of this process has made all its updates."""
@@ -212,8 +209,6 @@ class Interpreter:
 
         With a flush the ranks of one process step when all can: an error before that leaves the weights unchanged.
         """
-        executors: Mapping[int, Worker | Recorder] = {
-            **self._workers, **(self.recorders if segment.training else {})}
         step_together, last_forwards = segment.assignment.flush and not self._distributed, self._results.last_forwards
         # What tells whether an action can be executed, where all ranks are in this process.
         interrupts, flow = self._interrupts, None if self._distributed else Flow(Setting(
@@ -223,7 +218,7 @@ class Interpreter:
         while heads:
             moved = False
             for rank in list(heads):
-                execute, program = executors[rank].execute, programs[rank]
+                execute, program = self._workers[rank].execute, programs[rank]
                 action: Action | None = heads.pop(rank)
                 while action is not None and (flow is None or action.op.transfer is not None
                                                   or flow.missing(action, rank) is None):
@@ -267,8 +262,6 @@ class Interpreter:
             return
         for worker in self._workers.values():
             worker.abandon()
-        for recorder in self.recorders.values():
-            recorder.abandon()
         self.hand_out_weights()
         self.broken = False
 

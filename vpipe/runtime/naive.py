@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vpipe import accelerator
 from vpipe.runtime.transport.transport import TransferKind
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Kind, Op
+from vpipe.schedules.action import Action, Op
 
 _SENT = {Op.SEND_F: TransferKind.ACTIVATIONS, Op.SEND_B: TransferKind.GRADIENTS,
          Op.SEND_W: TransferKind.TIED_WEIGHTS, Op.SEND_G: TransferKind.TIED_GRADIENTS}
@@ -27,12 +26,11 @@ class NaiveWorker(Worker):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.operations = {op: partial(self._to_its_end, op, operation) for op, operation in self.operations.items()}
+        self.around.append(self._to_its_end)
 
-    def _to_its_end(self, op: Kind, operation: Callable[[int, int], None], stage: int, index: int) -> None:
-        operation(stage, index)
-        for here in self.stages.values():
-            accelerator.synchronize(here.device)
-            break
-        if op in _SENT:
-            self.transport.wait_sent(_SENT[op])
+    def _to_its_end(self, action: Action, run: Callable[[], None]) -> None:
+        run()
+        here = next(iter(self.stages.values()))
+        accelerator.synchronize(here.device)
+        if action.op in _SENT:
+            self.transport.wait_sent(_SENT[action.op])

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from operator import attrgetter
 from pkgutil import resolve_name
 from time import perf_counter
@@ -43,6 +44,10 @@ IsSplit = Callable[[int, int], bool]
 """(stage, microbatch) -> whether its backward comes in two halves."""
 
 
+Around = Callable[[Action, Callable[[], None]], None]
+"""Executes an action by the function that it is given, with something before or after."""
+
+
 class ForwardInputs(NamedTuple):
     """Inputs of a forward.
 
@@ -76,9 +81,11 @@ def check_runnable(present: Collection[Kind]) -> None:
 class Worker:
     """Execute the actions of one rank. Its stores (records, transfers, pins) are empty at the end of a segment.
 
-    This is the executor ``overlapped``. Another executor is a subclass (:class:`~vpipe.description.Executor`): it wraps
-    ``operations``, the functions of the kinds of actions, or overrides the parts of a forward and a backward that have
-    public names.
+    This is the executor ``overlapped``. Another executor is a subclass (:class:`~vpipe.description.Executor`): it adds
+    to ``around``, or overrides the parts of a forward and a backward that have public names.
+
+    Attributes:
+        around: functions that each action is given to, with a function that executes it; the last one is outermost.
 
     Args:
         placement: ranks per stage.
@@ -114,8 +121,8 @@ class Worker:
         self.segment: Segment
         self._tied_version_of: TiedVersionOf
         self.is_split: IsSplit
-        self.operations: dict[Kind, Callable[[int, int], None]] = {
-            kind: self._operation(kind) for kind in kinds.known()}
+        self.operations = {kind: self._operation(kind) for kind in kinds.known()}
+        self.around: list[Around] = []
 
     def _operation(self, kind: Kind) -> Callable[[int, int], None]:
         """Return the function that executes a kind of action, given a stage and an index."""
@@ -150,7 +157,13 @@ class Worker:
         waited, started = transport.wait_s, perf_counter()
         watch.activity.now = action, started
         try:
-            self.operations[op](stage, index)
+            if self.around:
+                run = partial(self.operations[op], stage, index)
+                for each in self.around:
+                    run = partial(each, action, run)
+                run()
+            else:
+                self.operations[op](stage, index)
         except RunError as error:
             if (first := self.report_failure(error, action)) is not None:
                 raise first from error

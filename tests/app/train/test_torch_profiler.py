@@ -16,7 +16,6 @@ from vpipe.app.train.torch_profiler import profile_name
 from vpipe.errors import UserError
 from vpipe.runtime import action_recorder as labels
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Op
 
 TINY = {"training__evaluation_batches": 1, "model__num_layers": 1, "parallel__partition": [2, 1]}
 
@@ -43,20 +42,20 @@ def within(outer: dict[str, Any], found: list[dict[str, Any]]) -> set[str]:
 
 
 @pytest.fixture
-def labelled_workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
-    """The workers that got labels in the test."""
-    found: list[Worker] = []
+def labelled_workers(monkeypatch: pytest.MonkeyPatch) -> set[Worker]:
+    """The workers whose actions got labels in the test."""
+    found: set[Worker] = set()
 
-    def put(worker: Worker) -> Any:
-        found.append(worker)
-        return labels.label_actions(worker)
+    def put(worker: Worker, *action: Any) -> None:
+        found.add(worker)
+        labels.labelled(worker, *action)
 
-    monkeypatch.setattr("vpipe.pipeline.label_actions", put)
+    monkeypatch.setattr("vpipe.pipeline.labelled", put)
     return found
 
 
 def test_one_step_is_profiled_and_the_run_ends_in_good_order(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], labelled_workers: list[Worker]) -> None:
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], labelled_workers: set[Worker]) -> None:
     """Its actions are named as the record of a run names them, with the operations of torch inside."""
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
     plain.mkdir()
@@ -71,8 +70,8 @@ def test_one_step_is_profiled_and_the_run_ends_in_good_order(
     assert (f"update 2 is profiled: TensorBoard and Perfetto open {profiled / 'profiler_1f1b'}, a folder per rank; the "
             "run ends here (training.exit_after_profile)\n") in said.err
     assert "2 updates in " in said.out
-    assert [worker.rank for worker in labelled_workers] == [0, 1]
-    assert all(worker.operations[Op.FORWARD] == worker.forward for worker in labelled_workers)
+    assert {worker.rank for worker in labelled_workers} == {0, 1}
+    assert not any(worker.around for worker in labelled_workers)
 
     found = events(profiled, "1f1b", 2)
     assert labelled(found) == sorted(

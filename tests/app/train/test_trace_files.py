@@ -178,7 +178,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
     (said,) = [record.message for record in caplog.records if "timeline" in record.message]
     assert said == ("the timeline of rank 0 breaks off, training continues: cannot write /dev/full: No space left on "
                     "device")
-    assert pipe.engine._interpreter.recorders[0].waiting == 0
+    assert pipe.engine._recorders[0].waiting == 0
     assert list(lines(tmp_path / "trace" / "rank1.jsonl")[-1]) == ["clock"]
     if at == 1:
         recording = read_recording(tmp_path)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -211,13 +210,21 @@ class ThreadedWorker(Worker):
         self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
         self._at_fault: Action | None = None  # its failure shows in a later action
         self._backward_here = False  # in the calling thread, not in autograd's
-        self.operations = {op: operation if op in _BESIDE_FORWARDS else partial(_after, self._gather, operation)
-                           for op, operation in self.operations.items()}
-        self._send = self.operations[Op.SEND_F]
-        self.operations[Op.SEND_F] = self._send_forward
-        if self.transport.ordered:  # deferred sends come before the receives after them
-            self.operations[Op.RECV_F] = partial(_after, self._catch_up, self.operations[Op.RECV_F])
-        self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
+        self.around.append(self._beside_forwards)
+
+    def _beside_forwards(self, action: Action, run: Callable[[], None]) -> None:
+        """Execute an action now, or defer it, while forwards may be under way."""
+        if action.op not in _BESIDE_FORWARDS:
+            self._gather()
+        elif action.op is Op.RECV_F and self.transport.ordered:
+            self._catch_up()  # deferred sends come before the receives after them
+        if action.op is Op.SEND_F and self.segment.training:
+            self._deferred.append(action)
+            if self._in_turn:
+                self._catch_up()
+        else:
+            with self._streams.sending(None) if action.op is Op.SEND_B else nullcontext():
+                run()
 
     def schedule_kernels(self, scheduler: KernelScheduler) -> None:
         """Let a scheduler gate the kernels of the microbatches; called before the first one.
@@ -286,7 +293,7 @@ class ThreadedWorker(Worker):
                     self._finish_forward(action.stage, action.index)
                 else:
                     with self._streams.sending(action.index), self._labelled(action):
-                        self._send(action.stage, action.index)
+                        self.operations[action.op](action.stage, action.index)
             except Exception:
                 self._at_fault = action
                 raise
@@ -316,14 +323,6 @@ class ThreadedWorker(Worker):
         if isinstance(now, Action):
             self.seconds[now.stage, now.op] -= waited + idle  # idle: no longer a wait
 
-    def _send_forward(self, stage_index: int, microbatch: int) -> None:
-        if not self.segment.training:
-            self._send(stage_index, microbatch)
-            return
-        self._deferred.append(Action(Op.SEND_F, stage_index, microbatch))
-        if self._in_turn:
-            self._catch_up()
-
     # -- backwards, in the calling thread ----------------------------------------------------------------
 
     def backward(self, stage_index: int, microbatch: int) -> None:
@@ -339,10 +338,6 @@ class ThreadedWorker(Worker):
     def end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         self._streams.prepare_sends(returned)
         super().end_backward(stage_index, microbatch, returned)
-
-    def _send_backward(self, operation: Callable[[int, int], None], stage_index: int, microbatch: int) -> None:
-        with self._streams.sending(None):
-            operation(stage_index, microbatch)
 
     @contextmanager
     def completing(self, stage_index: int, microbatch: int, whole: bool) -> Iterator[None]:
@@ -380,8 +375,3 @@ def _added(gradients: _Gradients) -> list[Tensor | None]:
             torch._foreach_add_([mine for mine, _ in both], [more for _, more in both])
         total = [more if mine is None else mine for mine, more in zip(total, each, strict=True)]
     return total
-
-
-def _after(wait_for: Callable[[], None], operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
-    wait_for()
-    operation(stage_index, index)

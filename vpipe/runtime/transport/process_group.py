@@ -257,6 +257,7 @@ class DistributedTransport:
         self.rank = lane.index(dist.get_rank())
         self.bytes_sent = 0
         self.wait_s = 0.0
+        self.device_waits: list[tuple[torch.Event, torch.Event]] | None = None
         self.timeout_s, self.describe = timeout_s, describe
         self._device, self._timeout = device, timedelta(seconds=timeout_s)
         self.watch = watch.watchdog
@@ -337,7 +338,12 @@ class DistributedTransport:
         for_host = key.kind not in GROUP_OF_KIND
         started = perf_counter()
         with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
-            self._wait(works, for_host)
+            if self.device_waits is None:
+                self._wait(works, for_host)
+            else:
+                begun = accelerator.mark(self._device)
+                self._wait(works, for_host)
+                self.device_waits.append((begun, accelerator.mark(self._device)))
         self.wait_s += perf_counter() - started
         if key.kind == TransferKind.GRADIENTS:
             self._announced[peer, key.stage + 1].discard(key.number)

@@ -129,12 +129,14 @@ class Transport(Protocol):
     Attributes:
         ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.transfer_order`.
         wait_s: seconds in which this rank has waited for others.
+        device_waits: where given, of each ordered receive marks of the device around its wait are added.
     """
 
     ordered: bool
     rank: int
     bytes_sent: int
     wait_s: float
+    device_waits: list[tuple[torch.Event, torch.Event]] | None
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
         """Send tensors; with ``announce`` first a header with their specs, which the peer does not know."""
@@ -172,6 +174,7 @@ class InProcessTransport:
     """Transfer tensors between ranks of one process, without a copy."""
 
     ordered = False
+    device_waits: list[tuple[torch.Event, torch.Event]] | None = None
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self.rank, self._mailbox = rank, mailbox
