@@ -17,6 +17,7 @@ import torch
 if TYPE_CHECKING:
     from world import World
 
+pytest.register_assert_rewrite("golden")
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("tests", deadline=None, max_examples=20,  # others in every run
                                      suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden import assert_golden, refusal
 from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Asynchronous, Cut, Layer, Model, Order, Pipeline, Plan, Update
 from vpipe.arguments import as_integer, as_number, shown
 from vpipe.description import Executor
-from vpipe.errors import UserError
 
 
 def net() -> nn.Sequential:
@@ -36,83 +35,23 @@ def pipeline(**arguments: Any) -> Pipeline:
     return Pipeline(model, **parts(**{"stages": 2, "optimizer": sgd, **arguments}))
 
 
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    return str(error.value)
+ARGUMENTS = [
+    {"model": net()}, {"model": nn.Linear(2, 2)}, {"model": [nn.Linear(2, 2)] * 9}, {"stages": "2"}, {"stages": True},
+    {"stages": 2.0}, {"microbatches": "4"}, {"microbatches": 4.0}, {"ranks": -1}, {"chunks": 0}, {"update_every": "1"},
+    {"stages": [2.0, 2.0]}, {"stages": {}}, {"stages": "plan.json"},
+    {"stages": Plan(Cut((2, 2)), Order("gpipe"), microbatches=4), "schedule": "1f1b", "microbatches": 2},
+    {"stages": Plan(Cut((2, 2)), Asynchronous(update_every=2)), "schedule": Asynchronous("pipedream", update_every=1)},
+    {"recompute": None}, {"recompute": [True, 0]}, {"schedule": 1}, {"seed": 0.5}, {"seed": -1}, {"seed": 2**63},
+    {"ranks": [2]}, {"transfers": "gloo"}, {"execution": "cpu"}, {"optimizer": sgd(list(net().parameters()))},
+    {"optimizer": [sgd(list(net().parameters()))]}, {"optimizer": None}, {"optimizer": lambda: None},
+    {"learning_rate_factor": 0.5}, {"grad_clip": 0}, {"grad_clip": float("nan")}, {"grad_clip": "1"},
+    {"skip_not_finite": "no"}, {"timeout_s": float("inf")}, {"backend": 1}, {"precision": 16}, {"executor": 1},
+    {"compress": ["none", 8]}, {"delay_correction": "predict"}, {"loss_scale": net(), "precision": "fp16"}]
 
 
-FACTORY = "hint: give a function that makes it: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
-MADE = "which was made already: of other tensors than those that the stages train"
-STAGES = "hint: give a list of whole numbers, such as stages=[3, 2, 2, 2]"
-MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"
-
-
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({"model": net()}, "error: the model is an object of class Sequential, not a Model\n"
-                       "hint: write Pipeline(Model.sequential(modules, loss=nn.CrossEntropyLoss()), ...)"),
-    ({"model": nn.Linear(2, 2)}, f"error: the model is an object of class Linear, not a Model\n{MODEL}"),
-    ({"model": [nn.Linear(2, 2)] * 9}, f"error: the model is an object of class list, not a Model\n{MODEL}"),
-    ({"stages": "2"}, "error: stages is '2'\nhint: give a whole number: stages=2"),
-    ({"stages": True}, "error: stages is True\nhint: give a whole number"),
-    ({"stages": 2.0}, "error: stages is 2.0\nhint: give a whole number"),
-    ({"microbatches": "4"}, "error: microbatches is '4'\nhint: give a whole number: microbatches=4"),
-    ({"microbatches": 4.0}, "error: microbatches is 4.0\nhint: give a whole number"),
-    ({"ranks": -1}, "error: ranks is -1\nhint: give a whole number, 1 or more"),
-    ({"chunks": 0}, "error: chunks is 0\nhint: give a whole number, 1 or more"),
-    ({"update_every": "1"}, "error: update_every is '1'\nhint: give a whole number: update_every=1"),
-    ({"stages": [2.0, 2.0]}, f"error: stages is [2.0, 2.0]\n{STAGES}"),
-    ({"stages": {}}, f"error: stages is {{}}\n{STAGES}"),
-    ({"stages": "plan.json"}, "error: stages is 'plan.json'\nhint: give a whole number"),
-    ({"stages": Plan(Cut((2, 2)), Order("gpipe"), microbatches=4), "schedule": "1f1b", "microbatches": 2},
-     "error: microbatches is 2 beside a plan with 4\n"
-     "hint: leave it out, or take the plan without: dataclasses.replace(plan, microbatches=None)\n"
-     "error: schedule is '1f1b' beside a plan with 'gpipe'\n"
-     "hint: leave it out, or take the plan without: dataclasses.replace(plan, order=Order())"),
-    ({"stages": Plan(Cut((2, 2)), Asynchronous(update_every=2)), "schedule": Asynchronous("pipedream", update_every=1)},
-     "error: update_every is 1 beside a plan with 2\n"
-     "hint: leave it out, or take the plan without: dataclasses.replace(plan, order=Order())"),
-    ({"recompute": None}, "error: recompute is None\nhint: give a number from 0 to 1, or a list with one per stage"),
-    ({"recompute": [True, 0]}, "error: True of stage 0 is neither a share nor a list of layers\n"
-     "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
-    ({"schedule": 1}, "error: schedule is 1\nhint: give a name, such as '1f1b'"),
-    ({"seed": 0.5}, "error: seed is 0.5\nhint: give a whole number, 0 or more"),
-    ({"seed": -1}, "error: seed is -1\nhint: give a whole number, 0 or more"),
-    ({"seed": 2**63}, "error: seed is 9223372036854775808\n"
-     "hint: give a whole number, 0 to 9223372036854775807"),
-    ({"ranks": [2]}, "error: ranks is [2], which does not list the ranks of every stage\n"
-     "hint: write how many every stage has, or a list of lists of whole numbers, such as [[0, 1], [2]]"),
-    ({"transfers": "gloo"}, "error: transfers is 'gloo'\nhint: write transfers=Transfers(...)"),
-    ({"execution": "cpu"}, "error: execution is 'cpu'\nhint: write execution=Execution(...)"),
-    ({"optimizer": sgd(list(net().parameters()))},
-     f"error: optimizer is an object of class SGD, {MADE}\n{FACTORY}"),
-    ({"optimizer": [sgd(list(net().parameters()))]},
-     f"error: optimizer is an object of class SGD, {MADE}\n{FACTORY}"),
-    ({"optimizer": None}, f"error: optimizer is None\n{FACTORY}"),
-    ({"optimizer": lambda: None}, "error: optimizer is a function, which cannot be called with 1 argument: too many "
-                                  f"positional arguments\n{FACTORY}"),
-    ({"learning_rate_factor": 0.5}, "error: learning_rate_factor is 0.5\nhint: give a function of the step's number: "
-     "learning_rate_factor=lambda step: 0.99**step; a scheduler of torch's is made with the optimizer, see "
-     "docs/optimizers.md"),
-    ({"grad_clip": 0}, "error: grad_clip is 0\nhint: give a number above 0, such as grad_clip=1"),
-    ({"grad_clip": float("nan")}, "error: grad_clip is nan\nhint: give a number above 0, such as grad_clip=1"),
-    ({"grad_clip": "1"}, "error: grad_clip is '1'\nhint: give a number above 0, such as grad_clip=1"),
-    ({"skip_not_finite": "no"},
-     "error: skip_not_finite is 'no'\nhint: write skip_not_finite=True or skip_not_finite=False"),
-    ({"timeout_s": float("inf")},
-     "error: timeout_s is inf\nhint: give a number above 0 and at most 1e+09, such as timeout_s=60"),
-    ({"backend": 1}, "error: backend is 1\nhint: known names: gloo, hccl, nccl, xccl"),
-    ({"precision": 16}, "error: precision is 16\nhint: did you mean 'fp16'?"),
-    ({"executor": 1}, f"error: executor is 1\nhint: known names: {', '.join(Executor.names())}"),
-    ({"compress": ["none", 8]},
-     "error: compress is ['none', 8]\nhint: write one of none, bf16, int8, int8_stochastic, or a list of them"),
-    ({"delay_correction": "predict"}, "error: delay_correction is 'predict'\n"
-     "hint: give a number above 0 and at most 1e+09, such as delay_correction=1"),
-    ({"loss_scale": net(), "precision": "fp16"},
-     "error: loss_scale is an object of class Sequential\n"
-     "hint: give a number above 0, such as 1024, or leave it out: training finds it")])
-def test_an_argument_of_the_wrong_kind(arguments: dict[str, Any], text: str) -> None:
-    assert refusal(lambda: pipeline(**arguments)) == text
+def test_an_argument_of_the_wrong_kind() -> None:
+    assert_golden(__file__, "arguments", [refusal(pipeline, **one).replace(
+        ", ".join(Executor.names()), "EXECUTORS") for one in ARGUMENTS])
 
 
 def test_all_arguments_that_are_wrong_come_at_once() -> None:
@@ -156,64 +95,22 @@ def linear() -> nn.Module:
     return nn.Linear(3, 3)
 
 
-@pytest.mark.parametrize(("make", "text"), [
-    (lambda: Layer("e", nn.Linear(3, 3)),
-     "error: layer 'e' is given an object of class Linear, a module, not a function that builds it\n"
-     "hint: write Layer('e', lambda: Linear(...)): a rank builds only its own layers, each under a seed of its own"),
-    (lambda: Layer("e", nn.Linear),
-     "error: the build function of layer 'e' is the class Linear, which cannot be called with no arguments: missing a "
-     "required argument: 'in_features'\nhint: give a function without arguments: Layer('e', lambda: MyModule(...))"),
-    (lambda: Layer("e", None), "error: the build function of layer 'e' is None\n"
-                               "hint: give a function without arguments: Layer('e', lambda: MyModule(...))"),
-    (lambda: Layer("e", linear, inputs=("x")),
-     "error: the inputs of layer 'e' are the text 'x', not a tuple of names\nhint: write ('x',), with a comma"),
-    (lambda: Layer("e", linear, outputs="mask"),
-     "error: the outputs of layer 'e' are the text 'mask', not a tuple of names\nhint: write ('mask',), with a comma"),
-    (lambda: Layer("e", linear, inputs=(1, 2)),
-     "error: the inputs of layer 'e' are (1, 2)\nhint: give a tuple of names, such as ('h', 'mask')"),
-    (lambda: Layer("e", linear, outputs=("h", "h")), "error: the outputs of layer 'e' are ('h', 'h'), with a name that "
-                                                     "stands twice\nhint: give every output a name of its own"),
-    (lambda: Layer("e", linear, carried=["k", "k"]), "error: the carried tensors of layer 'e' are ('k', 'k'), with a "
-                                                     "name that stands twice\n"
-                                                     "hint: give every carried tensor a name of its own"),
-    (lambda: Layer("e", linear, carried="keys"), "error: the carried tensors of layer 'e' are the text 'keys', not a "
-                                                 "tuple of names\nhint: write ('keys',), with a comma"),
-    (lambda: Layer("e", linear, ties=["weight"]), "error: the ties of layer 'e' are ['weight']\n"
-                                                  "hint: give a dict, such as {'decoder.weight': 'embed.word.weight'}"),
-    (lambda: Layer(3, None), "error: the name of a layer is 3\nhint: give a name, such as 'block0'\n"
-     "error: the build function of layer 3 is None\n"
-     "hint: give a function without arguments: Layer(3, lambda: MyModule(...))"),
-    (lambda: Model(net(), ("x",)),
-     "error: the layers of the model are an nn.Sequential\nhint: write Model.sequential(modules, loss)"),
-    (lambda: Model([linear()], ("x",)),
-     "error: layer 0 of the model is an object of class Linear, not a Layer\n"
-     "hint: give a list of layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"),
-    (lambda: Model([Layer("e", Mean, ("x",), ("loss",))], ("x",)).materialize("3"),
-     "error: seed is '3'\nhint: give a whole number, 0 or more: seed=3"),
-    (lambda: Model([Layer("e", Mean, ("x",), ("loss",))], "x"),
-     "error: the batch fields of the model are the text 'x', not a tuple of names\nhint: write ('x',), with a comma"),
-    (lambda: Model.sequential([linear(), linear()], nn.MSELoss()),
-     "error: Model.sequential is given an object of class list, not an nn.Sequential\n"
-     "hint: write Model.sequential(nn.Sequential(*modules), loss)"),
-    (lambda: Model.sequential(nn.LSTM(3, 3), nn.MSELoss()),
-     "error: Model.sequential is given an object of class LSTM, not an nn.Sequential\n"
-     "hint: write another module as layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=...)"),
-    (lambda: Model.sequential(Residual(linear(), linear()), nn.MSELoss()),
-     "error: Residual has a forward of its own, which layers would not carry out\n"
-     "hint: write what it does as layers: Model([Layer(...), ...], batch=...)"),
-    (lambda: Model.sequential(hooked(), nn.MSELoss()),
-     "error: the nn.Sequential has hooks of its own, which layers would not carry out\n"
-     "hint: register them on its children"),
-    (lambda: Model.sequential(net(), nn.CrossEntropyLoss),
-     "error: the loss is the class CrossEntropyLoss\nhint: give what it makes: CrossEntropyLoss()"),
-    (lambda: Model.sequential(net(), "mse"),
-     "error: the loss is 'mse'\n"
-     "hint: give what computes a loss from output and target, such as nn.CrossEntropyLoss()"),
-    (lambda: Model.sequential(net(), lambda output: output.mean()),
-     "error: the loss is a function, which cannot be called with 2 arguments: too many positional arguments\n"
-     "hint: give what computes a loss from output and target, such as nn.CrossEntropyLoss()")])
-def test_layers_and_models_of_the_wrong_kind(make: Callable[[], object], text: str) -> None:
-    assert refusal(make) == text
+LAYERS = [
+    lambda: Layer("e", nn.Linear(3, 3)), lambda: Layer("e", nn.Linear), lambda: Layer("e", None),
+    lambda: Layer("e", linear, inputs=("x")), lambda: Layer("e", linear, outputs="mask"),
+    lambda: Layer("e", linear, inputs=(1, 2)), lambda: Layer("e", linear, outputs=("h", "h")),
+    lambda: Layer("e", linear, carried=["k", "k"]), lambda: Layer("e", linear, carried="keys"),
+    lambda: Layer("e", linear, ties=["weight"]), lambda: Layer(3, None), lambda: Model(net(), ("x",)),
+    lambda: Model([linear()], ("x",)), lambda: Model([Layer("e", Mean, ("x",), ("loss",))], ("x",)).materialize("3"),
+    lambda: Model([Layer("e", Mean, ("x",), ("loss",))], "x"),
+    lambda: Model.sequential([linear(), linear()], nn.MSELoss()), lambda: Model.sequential(nn.LSTM(3, 3), nn.MSELoss()),
+    lambda: Model.sequential(Residual(linear(), linear()), nn.MSELoss()),
+    lambda: Model.sequential(hooked(), nn.MSELoss()), lambda: Model.sequential(net(), nn.CrossEntropyLoss),
+    lambda: Model.sequential(net(), "mse"), lambda: Model.sequential(net(), lambda output: output.mean())]
+
+
+def test_layers_and_models_of_the_wrong_kind() -> None:
+    assert_golden(__file__, "layers", map(refusal, LAYERS))
 
 
 class Residual(nn.Sequential):
@@ -282,21 +179,13 @@ def test_paths_of_checkpoints_and_plans(tmp_path: Path) -> None:
         "hint: give the path of a file in a folder that can be written")
 
 
-@pytest.mark.parametrize(("plan", "text"), [
-    (lambda: Plan((2, 2)), "error: cut is (2, 2)\nhint: write cut=Cut(...)"),  # type: ignore[arg-type]
-    (lambda: Plan(Cut(4)), "error: the cut of a plan is Cut(stages=4, recompute=0.0, ranks=1)\n"
-     "hint: list the layers of every stage, and the ranks of every stage or none: Cut([2, 2], ranks=[[0, 1], [2, 3]])"),
-    (lambda: Plan(Cut((2, 0))),
-     "error: partition is [2, 0]\nhint: write a list of positive integers: layers per stage"),
-    (lambda: Plan(Cut((2, 2), recompute=((0,),))),
-     "error: 1 recompute ratio for 2 stages\nhint: give one number, or one per stage"),
-    (lambda: Plan(Cut((2, 2)), Order("interleaved", chunks=2)),
-     "error: the order of a plan is Order(schedule='interleaved', chunks=2, slices=None)\n"
-     "hint: leave chunks and delay_correction out: the ranks say the one, and the other is no part of a plan"),
-    (lambda: Plan(Cut((2, 2)), microbatches="4"),  # type: ignore[arg-type]
-     "error: microbatches is '4'\nhint: give a whole number, 1 to 65,536")])
-def test_a_plan_is_checked_where_it_is_made(plan: Callable[[], Plan], text: str) -> None:
-    assert refusal(plan) == text
+PLANS = [
+    lambda: Plan((2, 2)), lambda: Plan(Cut(4)), lambda: Plan(Cut((2, 0))), lambda: Plan(Cut((2, 2), recompute=((0,),))),
+    lambda: Plan(Cut((2, 2)), Order("interleaved", chunks=2)), lambda: Plan(Cut((2, 2)), microbatches="4")]
+
+
+def test_a_plan_is_checked_where_it_is_made() -> None:
+    assert_golden(__file__, "plans", map(refusal, PLANS))
 
 
 def test_a_plan_may_be_written_with_lists() -> None:

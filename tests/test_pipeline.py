@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import assert_golden, refusal
 from pipelines import parts
 from torch import Tensor, nn
 
@@ -49,12 +50,6 @@ def run(pipe: Pipeline, data: list[dict[str, Tensor]]) -> tuple[list[float], dic
     return [step.loss for step in pipe.train(data)], pipe.state_dict()
 
 
-def message(**arguments: Any) -> str:
-    with pytest.raises(UserError) as error:
-        pipeline(**arguments)
-    return str(error.value)
-
-
 # -- what there is -------------------------------------------------------------------------------------
 
 
@@ -74,83 +69,28 @@ def test_modules_without_tensors_do_not_load_torch() -> None:
 
 
 # -- arguments that do not fit -------------------------------------------------------------------------
+ARGUMENTS = [
+    {}, {"stages": 7}, {"stages": 0}, {"partition": [1] * 7}, {"partition": []}, {"partition": [3, 2]},
+    {"stages": 2, "recompute": [0.5]}, {"stages": 2, "recompute": 1.5}, {"stages": 2, "recompute": [0, -0.5]},
+    {"stages": 2, "recompute": [0.5, float("nan")]}, {"partition": [2, 4], "recompute": [[1, 2], [9, 4]]},
+    {"stages": 2, "recompute": [0, [True]]}, {"stages": 2, "schedule": "1f2b"}, {"stages": 2, "schedule": "zigzag"},
+    {"stages": 2, "microbatches": 0}, {"stages": 2, "schedule": "pipedream", "microbatches": 6, "update_every": 4},
+    {"stages": 2, "schedule": "pipedream", "update_every": 0},
+    *({"stages": 2, "schedule": "gpipe", "microbatches": 4, "update_every": every} for every in (1, 2)),
+    {"stages": 2, "placement": [[0], [0]]}, {"stages": 2, "placement": [[0, 1], [2]]},
+    {"stages": 2, "placement": [[0, 1], [3]], "microbatches": 4},
+    {"stages": 2, "placement": [[0, 1], [1]], "microbatches": 4}, {"stages": 2, "ranks": 0},
+    {"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
+    {"stages": 2, "placement": [[0, 1], []], "microbatches": 4},
+    {"stages": 4, "placement": [[0, 1], [2], [0, 1], [2]], "microbatches": 4, "schedule": "interleaved"},
+    {"stages": 2, "placement": [[0]]}, {"stages": 3, "schedule": "zb_v", "microbatches": 4},
+    {"stages": 4, "schedule": "interleaved", "microbatches": 4, "placement": [[0], [1], [1], [0]]},
+    {"plan": Plan(Cut((3, 3)), Order("gpip"))}]
 
 
-OWN = "our own are added by importing their file (--import FILE.py) or by a package"
-"""The end of the hint at an unknown schedule, but for its first letter."""
-
-
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({}, "error: stages is None\nhint: say how many, stages=4, or the layers of each, stages=[3, 2, 2, 2]"),
-    ({"stages": 7}, "error: 7 stages, but the model has only 6 layers\nhint: use between 1 and 6 stages"),
-    ({"stages": 0}, "error: 0 stages, but the model has only 6 layers\nhint: use between 1 and 6 stages"),
-    ({"partition": [1] * 7}, "error: 7 stages, but the model has only 6 layers\nhint: use at most 6 stages"),
-    ({"partition": []}, "error: the partition is empty\nhint: give the layers of at least one stage, such as [3, 2]"),
-    ({"partition": [3, 2]}, "error: partition [3, 2] adds up to 5 layers, but the model has 6\n"
-                            "hint: change it by +1 so that it adds up to 6"),
-    ({"stages": 2, "recompute": [0.5]},
-     "error: 1 recompute ratio for 2 stages\nhint: give one number, or one per stage"),
-    ({"stages": 2, "recompute": 1.5}, "\n".join(
-        f"error: recompute ratio 1.5 of stage {stage} is outside 0..1\n"
-        "hint: it is the share of the stage's layers to recompute, counted from its end" for stage in (0, 1))),
-    ({"stages": 2, "recompute": [0, -0.5]},
-     "error: recompute ratio -0.5 of stage 1 is outside 0..1\n"
-     "hint: it is the share of the stage's layers to recompute, counted from its end"),
-    ({"stages": 2, "recompute": [0.5, float("nan")]},
-     "error: recompute ratio nan of stage 1 is outside 0..1\n"
-     "hint: it is the share of the stage's layers to recompute, counted from its end"),
-    ({"partition": [2, 4], "recompute": [[1, 2], [9, 4]]},
-     "error: layer 2 is to be recomputed in stage 0, which has the layers 0 to 1\n"
-     "hint: a list names layers of the model, counted from 0; a number is a share of the stage's layers\n"
-     "error: layer 9 is to be recomputed in stage 1, which has the layers 2 to 5\n"
-     "hint: a list names layers of the model, counted from 0; a number is a share of the stage's layers"),
-    ({"stages": 2, "recompute": [0, [True]]},
-     "error: [True] of stage 1 is neither a share nor a list of layers\n"
-     "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
-    ({"stages": 2, "schedule": "1f2b"}, f"error: no schedule is called '1f2b'\nhint: did you mean '1f1b'? Y{OWN}"),
-    ({"stages": 2, "schedule": "zigzag"},
-     f"error: no schedule is called 'zigzag'\nhint: known names: {', '.join(RegisteredSchedule.names())}; y{OWN}"),
-    ({"stages": 2, "microbatches": 0}, "error: 2 stages and 0 microbatches\n"
-                                       "hint: a pipeline needs at least one of each"),
-    ({"stages": 2, "schedule": "pipedream", "microbatches": 6, "update_every": 4},
-     "error: update_every is 4, which does not divide 6 microbatches\nhint: choose one of [1, 2, 3, 6]"),
-    ({"stages": 2, "schedule": "pipedream", "update_every": 0},
-     "error: update_every is 0, which does not divide 1 microbatch\nhint: choose one of [1]"),
-    *(({"stages": 2, "schedule": "gpipe", "microbatches": 4, "update_every": every},
-       f"error: update_every is {every}, but 'gpipe' updates once per batch of 4 microbatches\n"
-       "hint: leave update_every out, or choose a schedule without a flush, such as pipedream") for every in (1, 2)),
-    ({"stages": 2, "placement": [[0], [0]]},
-     "error: '1f1b' does not place stages as [[0], [0]]\n"
-     "hint: place them as [[0], [1]], or with equally many replicas for every rank"),
-    ({"stages": 2, "placement": [[0, 1], [2]]},
-     "error: 2 replicas of stage 0 for 1 microbatch: some would have nothing to do\n"
-     "hint: use 2 microbatches or more, or fewer replicas"),
-    ({"stages": 2, "placement": [[0, 1], [3]], "microbatches": 4},
-     "error: the placement [[0, 1], [3]] names ranks up to 3, but never rank 2\n"
-     "hint: number the ranks from 0 without a gap"),
-    ({"stages": 2, "placement": [[0, 1], [1]], "microbatches": 4},
-     "error: '1f1b' does not place stages as [[0, 1], [1]]\n"
-     "hint: place them as [[0], [1]], or with equally many replicas for every rank"),
-    ({"stages": 2, "ranks": 0}, "error: ranks is 0\nhint: give a whole number, 1 or more"),
-    ({"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
-     "error: rank 0 stands twice among the ranks [0, 0] of a stage\n"
-     "hint: name each rank once"),
-    ({"stages": 2, "placement": [[0, 1], []], "microbatches": 4},
-     "error: the placement [[0, 1], []] gives stage 1 no rank\nhint: list the ranks of every stage, at least one"),
-    ({"stages": 4, "placement": [[0, 1], [2], [0, 1], [2]], "microbatches": 4, "schedule": "interleaved"},
-     "error: 'interleaved' has equally many replicas of every stage, not 2, 1, 2, 1\n"
-     "hint: give all stages equally many, or take a schedule with one stage per rank, such as 1f1b or pipedream"),
-    ({"stages": 2, "placement": [[0]]},
-     "error: the placement [[0]] is one of 1 stage, but there are 2\nhint: list the ranks of every stage"),
-    ({"stages": 3, "schedule": "zb_v", "microbatches": 4},
-     "error: 'zb_v' holds 2 stages on each rank, which do not divide 3 stages\nhint: use 2 or 4 stages"),
-    ({"stages": 4, "schedule": "interleaved", "microbatches": 4, "placement": [[0], [1], [1], [0]]},
-     "error: 'interleaved' does not place stages as [[0], [1], [1], [0]]\n"
-     "hint: place them as [[0], [1], [0], [1]], or with equally many replicas for every rank"),
-    ({"plan": Plan(Cut((3, 3)), Order("gpip"))},
-     f"error: no schedule is called 'gpip'\nhint: did you mean 'gpipe'? Y{OWN}")])
-def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[str, Any], text: str) -> None:
-    assert message(**arguments) == text
+def test_an_argument_that_does_not_fit_is_named_with_its_remedy() -> None:
+    assert_golden(__file__, "arguments", [refusal(pipeline, **one).replace(
+        ", ".join(RegisteredSchedule.names()), "SCHEDULES") for one in ARGUMENTS])
 
 
 def test_too_few_microbatches_are_warned_of_in_a_category_of_their_own() -> None:
@@ -173,34 +113,24 @@ def test_late_gradients_are_warned_of() -> None:
         "a schedule with a flush, which has no delay", __file__)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-@pytest.mark.parametrize(("batch", "text"), [
-    ({"input": torch.zeros(6, 3), "target": torch.zeros(6, dtype=torch.int64)},
-     "error: a batch of 6 samples cannot be cut into 4 equal microbatches\n"
-     "hint: use batches of 4 or 8 samples, or drop the incomplete last batch"),
-    ({"input": torch.zeros(8, 3), "labels": torch.zeros(8)},
-     "error: a batch holds ['input', 'labels'], but not ['target']\n"
-     "hint: give every batch the fields ['input', 'target']"),
-    ({"input": torch.zeros(8, 3), "target": torch.zeros(4)},
-     "error: the fields of a batch disagree on the number of samples: {'input': 8, 'target': 4}\n"
-     "hint: dimension 0 of every field counts the samples")])
-def test_a_batch_that_does_not_fit_is_refused_wherever_it_goes(schedule: str, batch: Mapping[str, Tensor],
-                                                              text: str) -> None:
-    def evaluate(pipe: Pipeline) -> None:
-        pipe.evaluate([batch])
+BATCHES: list[dict[str, Tensor]] = [
+    {"input": torch.zeros(6, 3), "target": torch.zeros(6, dtype=torch.int64)},
+    {"input": torch.zeros(8, 3), "labels": torch.zeros(8)}, {"input": torch.zeros(8, 3), "target": torch.zeros(4)}]
 
-    for use in (lambda pipe: list(pipe.train([batch])), *([] if "cannot be cut" in text else [evaluate])):
-        pipe = pipeline(stages=2, schedule=schedule, microbatches=4)
-        with pytest.raises(UserError) as error:
-            use(pipe)
-        assert str(error.value) == text
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_batch_that_does_not_fit_is_refused_wherever_it_goes(schedule: str) -> None:
+    def pipe() -> Pipeline:
+        return pipeline(stages=2, schedule=schedule, microbatches=4)
+
+    assert_golden(__file__, "batches", [refusal(lambda one=one: list(pipe().train([one]))) for one in BATCHES])
+    assert_golden(__file__, "batches evaluated", [refusal(pipe().evaluate, [one]) for one in BATCHES[1:]])
 
 
 @pytest.mark.parametrize("nothing", [[], iter([])])
 def test_there_must_be_something_to_evaluate(nothing: Any) -> None:
-    with pytest.raises(UserError) as error:
-        pipeline(stages=2).evaluate(nothing)
-    assert str(error.value) == "error: there is nothing to evaluate on\nhint: give evaluate at least one batch"
+    assert refusal(lambda: pipeline(stages=2).evaluate(nothing)) == (
+        "error: there is nothing to evaluate on\nhint: give evaluate at least one batch")
 
 
 def test_training_on_nothing_makes_no_step() -> None:
@@ -212,10 +142,9 @@ def test_training_on_nothing_makes_no_step() -> None:
 
 def test_a_loss_must_be_one_number() -> None:
     vector = Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss(reduction="none"))
-    with pytest.raises(UserError) as error:
-        list(Pipeline(vector, sgd, stages=1).train(batches(1)))
-    assert str(error.value) == ("error: the loss of layer 0 '0' has shape [8] for microbatch 0\n"
-                                "hint: the last layer must return one number: the mean over its samples")
+    assert refusal(lambda: list(Pipeline(vector, sgd, stages=1).train(batches(1)))) == (
+        "error: the loss of layer 0 '0' has shape [8] for microbatch 0\n"
+        "hint: the last layer must return one number: the mean over its samples")
 
 
 # -- what it does --------------------------------------------------------------------------------------
@@ -232,7 +161,7 @@ def test_a_plan_says_what_the_arguments_would() -> None:
     assert run(by_plan, batches(2))[0] == run(by_hand, batches(2))[0]
     shared = pipeline(plan=Plan(Cut((6,), ranks=((0, 1),)), zero1=True, tensor=1), microbatches=2)
     assert any(action.op == "GATHER_W" for program in shared.lowered.programs for action in program)
-    assert message(plan=Plan(Cut((6,)), tensor=2)) == (
+    assert refusal(lambda: pipeline(plan=Plan(Cut((6,)), tensor=2))) == (
         "error: the plan splits layers over 2 ranks, but there is 1 lane\n"
         "hint: build the layers on a mesh, Execution(mesh=mesh), or make another plan")
 
@@ -434,7 +363,6 @@ def test_the_position_after_a_failure_is_that_of_the_steps_that_were_yielded() -
     assert pipe.position.updates == len(done) > 10
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.usefixtures("forked")
 def test_a_pipeline_of_this_process_uses_no_group_that_the_program_makes_later(tmp_path: Path) -> None:
     """Its other ranks know nothing of the pipeline, so to ask them would hang."""

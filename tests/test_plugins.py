@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from golden import refusal
 from small_run import job_of
 from torch import nn
 
@@ -96,9 +97,7 @@ def test_a_package_is_imported_when_what_it_adds_is_asked_for(group: str, instal
              "hint: install what it lacks, or uninstall it: pip uninstall broken"),
             ("unsaid", f"error: the package 'silent' announces {one(kind)} 'unsaid', but importing silent registers "
              "none of that name\nhint: use the same name in its entry point and in the decorator")):
-        with pytest.raises(UserError) as caught:
-            named(name)
-        assert str(caught.value) == said
+        assert refusal(named, name) == said
 
 
 @pytest.mark.parametrize("group", KINDS)
@@ -112,10 +111,9 @@ def test_a_name_that_two_have_is_refused_with_both(group: str, install: Install)
     assert names().count("twice") == names().count(own) == 1
     for name, holders in (("twice", "the package 'first' (first) and the package 'second' (second)"),
                           (own, "vpipe itself and the package 'third' (third)")):
-        with pytest.raises(UserError) as caught:
-            named(name)
-        assert str(caught.value) == (f"error: {holders} have {one(kind)} called '{name}'\n"
-                                     "hint: uninstall one of them, or give one another name")
+        assert refusal(named, name) == (
+            f"error: {holders} have {one(kind)} called '{name}'\n"
+            "hint: uninstall one of them, or give one another name")
     assert not {"first", "second", "third"} & set(sys.modules)
 
 

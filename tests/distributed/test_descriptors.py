@@ -8,6 +8,7 @@ import os
 import resource
 
 import pytest
+from golden import refusal
 
 from vpipe.distributed import RankEnvironment
 from vpipe.distributed.environment import reserve_for_joining
@@ -29,9 +30,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_too_low_a_hard_limit_is_refused_with_the_number_needed() -> None:
-    with pytest.raises(UserError) as error:
-        reserve_for_joining(0, 8)
-    assert str(error.value) == (
+    assert refusal(reserve_for_joining, 0, 8) == (
         "error: rank 0 of 8 needs about 63 file descriptors, but a process here may have 40\n"
         "hint: raise the limit before it starts: ulimit -n 63; above the hard limit (ulimit -Hn) only root may")
     with pytest.raises(UserError, match="each of 4 ranks, and what starts them, needs about 61 file descriptors"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from golden import assert_golden, refusal
 from torch import Tensor, nn
 
 from vpipe.app.config.config import ModelSection
@@ -19,7 +20,6 @@ from vpipe.app.families.loss import NO_LABEL
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.families.transformer import attention
 from vpipe.app.train.model_section import model_settings
-from vpipe.errors import UserError
 from vpipe.model.model import Model
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -233,43 +233,20 @@ def test_llama_31s_slower_turns() -> None:
     assert RopeScaling.parse({"rope_type": "default"}) is None
 
 
-@pytest.mark.parametrize(("make", "text"), [
-    (lambda: model_of("gpt", num_heads=5),
-     "error: GPT's n_embd 24 is not divisible by its 5 attention heads\n"
-     "hint: set num_heads to a number that divides 24, such as 4"),
-    (lambda: model_of("gpt", preset="smal"), "error: GPT has no preset 'smal'\nhint: did you mean 'small'?"),
-    (lambda: model_of("gpt", overrides={"activation_function": "relu"}),
-     "error: GPT's activation_function is 'relu'\nhint: choose one of gelu, gelu_new, gelu_pytorch_tanh"),
-    (lambda: model_of("gpt", overrides={"scale_attn_by_inverse_layer_idx": True}),
-     "error: 'scale_attn_by_inverse_layer_idx' is True, but this GPT computes False only\n"
-     "hint: set 'scale_attn_by_inverse_layer_idx' to False or leave it out"),
-    (lambda: model_of("gpt", sequence_length=17),
-     "error: the sequence length is 17, but GPT has position embeddings for 16 tokens\n"
-     "hint: shorten the sequences to 16, or raise n_positions to 17"),
-    (lambda: model_of("llama", num_kv_heads=3),
-     "error: LLaMA's 3 heads of keys and values do not divide its 4 attention heads\n"
-     "hint: choose a num_kv_heads (num_key_value_heads) that does"),
-    (lambda: model_of("llama", num_heads=8),
-     "error: LLaMA's head size is 3 (hidden_size 24 / 8 heads), but rotary positions turn pairs of features\n"
-     "hint: choose a number of heads that makes it even"),
-    (lambda: model_of("llama", overrides={"rope_theta": 0}),
-     "error: LLaMA's rope_theta is 0\nhint: it must be a number above 0"),
-    (lambda: model_of("llama", overrides={"head_dim": 5}),
-     "error: LLaMA's head size is 5, but rotary positions turn pairs of features\n"
-     "hint: choose a number of heads that makes it even"),
-    (lambda: model_of("qwen2", overrides={"layer_types": ["full_attention", "sliding_attention"]}),
-     "error: layer_types has sliding_attention, but this Qwen2 computes full_attention only\n"
-     "hint: train a model whose layers all see all earlier tokens"),
-    (lambda: model_of("llama", overrides={"rope_scaling": {"type": "yarn", "factor": 2.0}}),
-     "error: the rope_type is 'yarn', but 'default' and 'llama3' alone are computed here\n"
-     "hint: other kinds change with the length of a sample, or attention too: train without it"),
-    (lambda: model_of("llama", overrides={"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}),
-     "error: the rope_scaling of type 'llama3' is {'factor': 2.0}\nhint: it must give factor, low_freq_factor, "
-     "high_freq_factor, original_max_position_embeddings: numbers above 0, the second below the third")])
-def test_mistakes(make: Callable[[], Model], text: str) -> None:
-    with pytest.raises(UserError) as error:
-        make()
-    assert str(error.value) == text
+MISTAKES: list[Callable[[], Model]] = [
+    lambda: model_of("gpt", num_heads=5), lambda: model_of("gpt", preset="smal"),
+    lambda: model_of("gpt", overrides={"activation_function": "relu"}),
+    lambda: model_of("gpt", overrides={"scale_attn_by_inverse_layer_idx": True}),
+    lambda: model_of("gpt", sequence_length=17), lambda: model_of("llama", num_kv_heads=3),
+    lambda: model_of("llama", num_heads=8), lambda: model_of("llama", overrides={"rope_theta": 0}),
+    lambda: model_of("llama", overrides={"head_dim": 5}),
+    lambda: model_of("qwen2", overrides={"layer_types": ["full_attention", "sliding_attention"]}),
+    lambda: model_of("llama", overrides={"rope_scaling": {"type": "yarn", "factor": 2.0}}),
+    lambda: model_of("llama", overrides={"rope_parameters": {"rope_type": "llama3", "factor": 2.0}})]
+
+
+def test_mistakes() -> None:
+    assert_golden(__file__, "mistakes", map(refusal, MISTAKES))
 
 
 def test_settings_go_before_the_config_file() -> None:

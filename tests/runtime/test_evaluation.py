@@ -10,13 +10,13 @@ import nccl_jobs
 import pytest
 import torch
 from everywhere import HARDEST
+from golden import assert_golden, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
 from world import World
 
 from vpipe import Cut, Execution, Model, Pipeline
-from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
 from vpipe.testing import evaluate_oracle
 
@@ -65,29 +65,19 @@ def test_batches_of_any_sizes(sizes: list[int], microbatches: int, placement: li
     assert torch.equal(made["sums"], torch.cat([h.sum((1, 2)) for h in outputs["h"].split(1)]))
 
 
-@pytest.mark.parametrize(("outputs", "problem"), [
-    ("logits", "error: outputs names 'logits', which the last layer '2' neither reads nor writes\nhint: name one of h, "
-               "target, output, or let the layer write more: Layer(..., outputs=('loss', 'logits'))"),
-    (3, "error: outputs is 3\nhint: give names of tensors of the last layer, or a function"),
-    (lambda tensors: tensors["output"], "error: the function outputs returned an object of class Tensor\nhint: let it "
-     "return tensors by name: {\"right\": logits.argmax(-1) == labels}"),
-    (lambda tensors: {"a": tensors["logit"]}, "error: the function outputs raised KeyError: 'logit'\nhint: of the "
-     "tensors that the last layer reads or writes name one of h, target, output, or let the layer write more: "
-     "Layer(..., outputs=('loss', 'logits'))"),
-    ("loss", "error: the output 'loss' of a microbatch of 2 samples has the shape []\nhint: dimension 0 of every "
-     "output counts samples: give a row for each, and add them up when evaluate returns them all"),
-    (lambda tensors: {"x": tensors["h"].new_ones(2, int(tensors["target"][0]))}, "error: outputs of one microbatch "
-     "have dtypes and shapes, without the samples, of {'x': ('torch.float32', [0])}, those of another of {'x': "
-     "('torch.float32', [1])}\nhint: give rows of one shape, such as a number per sample, or evaluate batches of one "
-     "shape at a time")], ids=["name", "number", "function", "key", "rows", "shapes"])
-def test_what_is_no_output_of_all_samples_is_refused(outputs: Any, problem: str) -> None:
+OUTPUTS: list[Any] = [
+    "logits", 3, lambda tensors: tensors["output"], lambda tensors: {"a": tensors["logit"]}, "loss",
+    lambda tensors: {"x": tensors["h"].new_ones(2, int(tensors["target"][0]))}]
+
+
+def test_what_is_no_output_of_all_samples_is_refused() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     pipe = Pipeline(Model.sequential(net, torch.nn.CrossEntropyLoss()), torch.optim.SGD, stages=[2, 1], microbatches=2)
-    batch = {"input": torch.ones(4, 3), "target": torch.tensor([0, 0, 1, 1])}
-    with pytest.raises(UserError) as error:
-        pipe.evaluate([batch], outputs)
-    assert str(error.value) == problem
-    assert torch.equal(pipe.evaluate([batch], "target")[1]["target"], batch["target"]), "usable still"
+    batch, texts = {"input": torch.ones(4, 3), "target": torch.tensor([0, 0, 1, 1])}, []
+    for outputs in OUTPUTS:
+        texts.append(refusal(pipe.evaluate, [batch], outputs))
+        assert torch.equal(pipe.evaluate([batch], "target")[1]["target"], batch["target"]), "usable still"
+    assert_golden(__file__, "outputs", texts)
 
 
 @pytest.mark.parametrize(("arguments", "under_rules"), [

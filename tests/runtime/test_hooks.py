@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import refusal
 from models import WIDTH, Head, Words, between, rich_batches
 from oracles import Momentum, assert_same, equals_its_oracle, oracle_of, pipeline_of
 from torch import Tensor, nn
@@ -224,17 +225,15 @@ def hooking(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
       for schedule in ("1f1b", "pipedream"))])
 def test_hooks_that_would_not_be_called_as_in_plain_pytorch_are_refused(
         model: Model, words: dict[str, Any], who: str, why: str, hint: str) -> None:
-    with pytest.raises(UserError) as error:
-        pipeline_of(model, **{"partition": [1] * 3, "optimizer": torch.optim.SGD, **words})
-    assert str(error.value) == (f"error: hooks on {who} ({BOTH}) are not called here: {why}\nhint: {hint}, or change "
-                                "gradients in the optimizer's step")
+    assert refusal(pipeline_of, model, **{"partition": [1] * 3, "optimizer": torch.optim.SGD, **words}) == (
+        f"error: hooks on {who} ({BOTH}) are not called here: {why}\nhint: {hint}, or change "
+        "gradients in the optimizer's step")
 
 
 def test_hooks_on_a_parameter_whose_place_another_takes_are_refused() -> None:
-    with pytest.raises(UserError) as error:
-        pipeline_of(hooks_on("head", tied=True), stages=1)
-    assert str(error.value) == ("error: 'head.decoder.weight' has hooks, but 'words.word.weight' takes its place: they "
-                                "are tied\nhint: register the hooks on 'words.word.weight'")
+    assert refusal(pipeline_of, hooks_on("head", tied=True), stages=1) == (
+        "error: 'head.decoder.weight' has hooks, but 'words.word.weight' takes its place: they "
+        "are tied\nhint: register the hooks on 'words.word.weight'")
 
 
 @pytest.mark.parametrize(("layer", "tied", "words"), [
@@ -271,9 +270,7 @@ def test_a_hook_that_is_registered_between_two_calls_of_train_is_refused(schedul
 
 def test_hooks_after_accumulation_are_refused_where_replicas_share_it_and_hooks_before_are_exact() -> None:
     words: dict[str, Any] = {"schedule": "1f1b", "placement": [[0], [1, 2], [3]]}
-    with pytest.raises(UserError) as error:
-        pipeline_of(hooked_model(Calls(), tied=True), partition=[1, 4, 1], **words)
-    assert str(error.value) == (
+    assert refusal(pipeline_of, hooked_model(Calls(), tied=True), partition=[1, 4, 1], **words) == (
         "error: hooks on 'hooked0.a.weight' and 'hooked0.b.weight', ... (register_post_accumulate_grad_hook) are not "
         "called here: the 2 replicas of stage 1 each add up a part of the gradients\nhint: use register_hook, or give "
         "the stage one replica, or change gradients in the optimizer's step")

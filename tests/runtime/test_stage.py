@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import refusal
 from models import Head, RawMatmul, Words, between, rich_batches, rich_model
 from stages import stage_of
 from torch import Tensor, nn
@@ -157,10 +158,9 @@ def test_changing_a_batch_field_in_place_is_refused() -> None:
     (lambda h: {"h": h}, "returned 1 value(s) (dict) for its 1 outputs ['h']")])
 def test_a_layer_must_return_its_outputs(result: Callable[[Tensor], Any], text: str) -> None:
     stage = stage_of(between(Layer("odd", calls(result))), [1, 1, 1], 1)
-    with pytest.raises(UserError) as error:
-        stage.forward([hidden()], {}, (0, 0), stage.pin({}))
-    assert str(error.value) == (f"error: layer 'odd' {text}\nhint: forward must return one tensor per name in outputs, "
-                                "as a tuple if there are several")
+    assert refusal(stage.forward, [hidden()], {}, (0, 0), stage.pin({})) == (
+        f"error: layer 'odd' {text}\nhint: forward must return one tensor per name in outputs, "
+        "as a tuple if there are several")
 
 
 # -- what goes in and out ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import refusal
 from models import rich_batches, rich_model
 from oracles import pipeline_of
 from torch import Tensor
@@ -78,7 +79,6 @@ def odd() -> Any:
 def test_what_has_no_average_is_refused() -> None:
     pipe = pipeline_of(rich_model, stages=2)
     for look in (lambda: pipe.state_dict(averaged=True), lambda: pipe.evaluate(rich_batches(1, 8), averaged=True)):
-        with pytest.raises(UserError) as error:
-            look()
-        assert str(error.value) == ("error: averaged is True, but no average follows the weights\n"
-                                    "hint: keep one from the start: Update(optimizer, average=0.999)")
+        assert refusal(look) == (
+            "error: averaged is True, but no average follows the weights\n"
+            "hint: keep one from the start: Update(optimizer, average=0.999)")

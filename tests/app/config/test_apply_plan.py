@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import refusal
 from small_run import job_of, write_config
 
 from vpipe import Cut, Order
@@ -157,9 +158,7 @@ def test_a_job_keeps_its_plan_and_a_config_that_needs_no_file(tmp_path: Path) ->
 
 
 def test_a_plan_for_another_model_is_refused_with_both_numbers() -> None:
-    with pytest.raises(UserError) as error:
-        Job.from_config(load({"partition": [2, 2]}, "parallel.plan=plan.json"))
-    assert str(error.value) == (
+    assert refusal(Job.from_config, load({"partition": [2, 2]}, "parallel.plan=plan.json")) == (
         "error: the plan is for a model of 4 layers, but this one has 5 (plan.json)\n"
         "hint: vpipe plan CONFIG makes a plan for the model of a config")
 
@@ -212,6 +211,4 @@ def test_a_flat_file_may_name_any_plan() -> None:
     ({"recompute_layers": [[0], [2]]}, {"recompute": True}, "recompute is 1.0, but recompute_layers in the plan"),
     ({"recompute_layer": [[0], [2]]}, {}, "unknown key 'recompute_layer'")])
 def test_a_flat_file_and_its_plan_must_agree(plan: dict[str, Any], keys: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError) as error:
-        flat({"partition": [2, 3], **plan}, **keys)
-    assert text in str(error.value)
+    assert text in refusal(flat, {"partition": [2, 3], **plan}, **keys)

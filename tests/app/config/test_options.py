@@ -9,6 +9,7 @@ from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
+from golden import assert_golden, refusal
 from small_run import losses, only_run, write_config
 
 from vpipe.app.cli import main
@@ -101,33 +102,16 @@ dataset: {name: synthetic, batch_size: 8}
 training: {learning_rate: 1}
 parallel: {partition: [2, 2]}
 """)
-    with pytest.raises(UserError) as caught:
-        load_config(Path("c.yaml"), ["model.options.drop=x"])
-    assert sorted((problem.what, problem.hint, problem.where) for problem in caught.value.problems) == sorted([
-        ("unknown key 'model.sequence_lenth'", "did you mean 'sequence_length'?", "c.yaml:3:3"),
-        ("unknown key 'model.options.reech'", "did you mean 'reach'?", "c.yaml:4:13"),
-        ("model.options.reach must be at most 64, got 99", "reach: tokens that a block sees", "c.yaml:4:30"),
-        ("model.options.kind must be 'causal' or 'full', got 'ful'", "did you mean 'full'?", "c.yaml:4:40"),
-        ("model.options.widths[1] must be a whole number, got '2'", "widths: an option of Options", "c.yaml:4:57"),
-        ("model.options.bias must be true or false, got 1", "bias: an option of Options", "c.yaml:4:69"),
-        ("model.options.scale must be a number, got 'big'", "scale: an option of Options", "c.yaml:5:20"),
-        ("model.options.drop must be a list, got 'x'", "drop: an option of Options", "--set model.options.drop")])
+    assert_golden(__file__, "all", [refusal(load_config, Path("c.yaml"), ["model.options.drop=x"])])
 
 
-@pytest.mark.parametrize(("settings", "what", "hint", "where"), [
-    (["model.options={kind: full, bias: false}"], "the model's options are refused: a full convolution needs its bias",
-     "Options.__post_init__ of its family says so", "--set model.options"),
-    (["model.options={reach: 1}", "model.name=gpt"], "model.options is given, but the model 'gpt' has no options",
-     "leave it out; a family of your own has those of register_model(options=...)", "--set model.options"),
-    (["model.options={}", "model.name=gpd"], "no model is called 'gpd'", "did you mean 'gpt'? Your own are added by "
-     "importing their file (--import FILE.py) or by a package", "--set model.name"),
-    (["model.options=5"], "model.options must be keys with values, got 5", "options: keys of the family's own, for one "
-     "that register_model gives some; null takes their defaults", "--set model.options")])
-def test_options_that_are_refused(tmp_path: Path, settings: list[str], what: str, hint: str, where: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_config(config(tmp_path, None), settings)
-    [problem] = caught.value.problems
-    assert (problem.what, problem.hint, problem.where) == (what, hint, where)
+REFUSED = [
+    ["model.options={kind: full, bias: false}"], ["model.options={reach: 1}", "model.name=gpt"],
+    ["model.options={}", "model.name=gpd"], ["model.options=5"]]
+
+
+def test_options_that_are_refused(tmp_path: Path) -> None:
+    assert_golden(__file__, "refused", [refusal(load_config, config(tmp_path, None), given) for given in REFUSED])
 
 
 @dataclass

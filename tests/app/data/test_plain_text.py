@@ -2,6 +2,7 @@ from errno import EIO
 from pathlib import Path
 
 import pytest
+from golden import refusal
 
 from vpipe.app.data.code_search_net import jsonl_files
 from vpipe.app.data.plain_text import read_blocks, read_documents, split_sentences, text_files
@@ -20,10 +21,9 @@ def test_blank_lines_and_files_separate_documents(tmp_path: Path) -> None:
 
 def test_a_folder_without_text_is_named_with_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("x")
-    with pytest.raises(UserError) as caught:
-        read_documents(tmp_path)
-    assert str(caught.value) == (f"error: no *.txt file in {tmp_path} or below it (1 other entries)\n"
-                                 "hint: unpack the data there: text, documents separated by blank lines")
+    assert refusal(read_documents, tmp_path) == (
+        f"error: no *.txt file in {tmp_path} or below it (1 other entries)\n"
+        "hint: unpack the data there: text, documents separated by blank lines")
 
 
 def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
@@ -59,10 +59,9 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "a.txt").write_text("A file. Of two.")
     monkeypatch.setattr(Path, "read_bytes", broken)
-    with pytest.raises(UserError) as caught:
-        read_documents(tmp_path)
-    assert str(caught.value) == (f"error: a.txt cannot be read: Input/output error ({tmp_path / 'a.txt'})\n"
-                                 "hint: repair it, or remove it")
+    assert refusal(read_documents, tmp_path) == (
+        f"error: a.txt cannot be read: Input/output error ({tmp_path / 'a.txt'})\n"
+        "hint: repair it, or remove it")
 
 
 @pytest.mark.parametrize(("text", "byte"), [
@@ -71,9 +70,7 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.M
     ("one\n".encode("utf-16"), 0), ("one\n".encode("utf-16-le"), 1), (b"one\n" + "two\n".encode("utf-16-le"), 5)])
 def test_text_that_is_not_utf8_is_named_with_the_byte(text: bytes, byte: int, tmp_path: Path) -> None:
     (tmp_path / "old.txt").write_bytes(text)
-    with pytest.raises(UserError) as caught:
-        list(read_blocks(tmp_path))
-    assert str(caught.value) == (
+    assert refusal(lambda: list(read_blocks(tmp_path))) == (
         f"error: old.txt is not UTF-8 (byte {byte}) ({tmp_path / 'old.txt'})\n"
         "hint: convert it: iconv -f ENCODING -t UTF-8, where ENCODING may be GB18030, BIG5, LATIN1 or UTF-16")
 

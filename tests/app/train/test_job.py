@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import assert_golden, refusal
 from small_run import job_of, put_in, write_config
 
 from vpipe.app.config.config import load_config, parse_resolved
@@ -28,9 +29,7 @@ from vpipe.model.model import Model
 
 
 def refused(folder: Path, **changes: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        job_of(folder, **changes)
-    return str(caught.value)
+    return refusal(job_of, folder, **changes)
 
 
 def test_a_job_fills_in_the_config(tmp_path: Path) -> None:
@@ -107,23 +106,13 @@ SLICED = {"parallel__schedule": "seq1f1b", "parallel__slices": 3}
 GPT = {"model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2}
 
 
-@pytest.mark.parametrize(("changes", "text"), [
-    (SLICED, "parallel.slices is 3, but layer 'block0.attention' of the model 'bert' does not compute a token from "
-     "those before it alone\nhint: set it to 1"),
-    (SLICED | GPT | {"model__name": "mixtral"},
-     "parallel.slices is 3, but layer 'block0.mlp' of the model 'mixtral' does not compute a token from those before "
-     "it alone\nhint: set it to 1; or model.balance_weight to 0: that loss is of all tokens of a microbatch"),
-    (SLICED | GPT | {"parallel__tensor": 2},
-     "parallel.slices is 3, but 2 ranks of tensor parallelism cannot share such slices of 16 tokens evenly\n"
-     "hint: set it to 1 or 2 or 4 or 8, or sequence_length to a multiple of 6"),
-    (SLICED | GPT | {"training__compile": True},
-     "sequences are cut into 3 slices, but layers would be compiled for every length of what comes before a slice\n"
-     "hint: do not compile, or leave the slices out"),
-    ({"dataset__max_tokens": 64}, "dataset.max_tokens is 64, but all samples of the data set 'synthetic' have"),
-    ({"training__profile_iteration": 5}, "training.profile_iteration is 5, but the run ends after update 4\n"
-     "hint: profile one of the updates 1 to 4, or let the run be longer")])
-def test_what_does_not_go_together_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
-    assert refused(tmp_path, **changes).startswith(f"error: {text}")
+TOGETHER: list[dict[str, Any]] = [
+    SLICED, SLICED | GPT | {"model__name": "mixtral"}, SLICED | GPT | {"parallel__tensor": 2},
+    SLICED | GPT | {"training__compile": True}, {"dataset__max_tokens": 64}, {"training__profile_iteration": 5}]
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    assert_golden(__file__, "together", [refused(tmp_path, **changes) for changes in TOGETHER])
 
 
 def test_a_model_without_plans_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +124,7 @@ def test_a_model_without_plans_is_not_split(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_older_run_of_packed_texts_does_not_go_on_without(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, model__packed=True), resolved=True)
-    with pytest.raises(UserError) as raised:
-        Job.from_config(config)
-    assert str(raised.value) == (
+    assert refusal(Job.from_config, config) == (
         "error: model.packed is true, but the model 'bert' does not tell the texts of a sample apart\n"
         "hint: set it to false, or train a gpt, a llama or one of its kinds")
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from golden import refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -244,9 +245,7 @@ def test_nadam_is_its_formula() -> None:
     ((), "error: muon is an optimizer of hidden matrices, but the model has none: its parameters with two dimensions "
          "are embeddings, or in the head\nhint: choose adamw")])
 def test_muon_without_matrices(matrices: tuple[str, ...] | None, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        OptimizerSettings("muon", 0.1, matrices=matrices)
-    assert str(error.value) == message
+    assert refusal(OptimizerSettings, "muon", 0.1, matrices=matrices) == message
 
 
 def test_a_name_that_no_optimizer_has_is_refused() -> None:
@@ -362,7 +361,6 @@ def test_rises_in_the_warm_up_and_never_after(policy: LearningRatePolicy, step: 
 
 
 def test_a_warm_up_longer_than_the_run() -> None:
-    with pytest.raises(UserError) as error:
-        LearningRatePolicy("constant", 10, 11)
-    assert str(error.value) == ("error: the learning rate warms up over 11 steps of a run of 10\n"
-                                "hint: warm up over at most 10 steps, or train longer")
+    assert refusal(LearningRatePolicy, "constant", 10, 11) == (
+        "error: the learning rate warms up over 11 steps of a run of 10\n"
+        "hint: warm up over at most 10 steps, or train longer")

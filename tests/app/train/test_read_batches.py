@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attempts import begin, go_on
+from golden import refusal
 from small_run import job_of, losses, metrics
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -65,9 +66,8 @@ def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(
         raise error
 
     monkeypatch.setattr(Job, "training_batches", gone)
-    with pytest.raises(RunError) as caught:
-        train(job, tmp_path)
-    assert str(caught.value) == f"error: {what} (rank 0, stage 0, action reading batch 2)\nhint: {hint}"
+    assert refusal(train, job, tmp_path, kind=RunError) == (
+        f"error: {what} (rank 0, stage 0, action reading batch 2)\nhint: {hint}")
     assert len(losses(tmp_path)) == 2
     check_thread_ended()
 
@@ -85,9 +85,7 @@ def test_numbers_that_dropout_would_miss_are_not_drawn(tmp_path: Path, monkeypat
         yield from batches
 
     monkeypatch.setattr(Job, "training_batches", drawn)
-    with pytest.raises(RunError) as caught:
-        train(job, tmp_path)
-    assert str(caught.value) == (
+    assert refusal(train, job, tmp_path, kind=RunError) == (
         "error: the data set draws random numbers from torch's default generator, or seeds it, which a thread beside "
         "the training must not (rank 0, stage 0, action reading batch 0)\n"
         "hint: give it a torch.Generator of its own, or set dataset.num_workers to 0")

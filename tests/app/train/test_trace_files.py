@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import refusal
 from small_run import job_of, losses
 from torch import nn
 
@@ -19,7 +20,7 @@ from vpipe.app.report.idle_causes import Producers
 from vpipe.app.report.recording import read_recording
 from vpipe.app.train.loop import train
 from vpipe.app.train.trace_writer import TraceWriter
-from vpipe.errors import RunError, UserError
+from vpipe.errors import RunError
 
 
 def recorded_run(folder: Path, trace: bool, **changes: Any) -> None:
@@ -136,10 +137,9 @@ def test_many_notes_or_old_ones_are_written_between_steps(tmp_path: Path, monkey
 
 def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("a file")
-    with pytest.raises(UserError) as caught:
-        TraceWriter(tmp_path, pipeline(), 4)
-    assert str(caught.value) == (f"error: cannot write the timeline of the run in '{tmp_path / 'trace'}': File exists\n"
-                                 "hint: make room there, or set trace to false")
+    assert refusal(TraceWriter, tmp_path, pipeline(), 4) == (
+        f"error: cannot write the timeline of the run in '{tmp_path / 'trace'}': File exists\n"
+        "hint: make room there, or set trace to false")
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw", "pipedream_vertical_sync"])

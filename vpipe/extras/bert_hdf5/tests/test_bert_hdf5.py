@@ -4,6 +4,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from golden import refusal
 
 from vpipe.app.cli import main
 from vpipe.app.config.config import load_config
@@ -121,9 +122,7 @@ def test_folders_at_fault(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         BertHdf5(tmp_path / "nowhere")
     path = write(tmp_path / "one_test.hdf5", 4)
-    with pytest.raises(UserError) as caught:
-        BertHdf5(tmp_path)
-    assert str(caught.value) == (
+    assert refusal(BertHdf5, tmp_path) == (
         f"error: no file named *training*.hdf5 or *training*.h5 in {tmp_path} (1 other HDF5 files)\n"
         "hint: download or build shards: vpipe data build-bert --text FOLDER --out FOLDER")
     with pytest.raises(UserError, match=r"one_test\.hdf5 is a file, not a folder"):

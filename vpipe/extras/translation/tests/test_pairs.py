@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from golden import refusal
 from test_length_buckets import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -125,10 +126,9 @@ def test_pairs_of_the_training_that_are_also_held_out_stay_held_out(tmp_path: Pa
     (b"a\t ", "the target is empty"), (b"a\t\xff", "the line is not UTF-8 (byte 2)")])
 def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, problem: str) -> None:
     (tmp_path / "x.tsv").write_bytes(b"good\tgut\n\n" + line + b"\nbad\tschlecht\n")
-    with pytest.raises(UserError) as caught:
-        pairs(settings_of(tmp_path / "x.tsv", tmp_path / "cache"))
-    assert str(caught.value) == (f"error: {problem} ({tmp_path / 'x.tsv'}:3)\nhint: a line is a source, a tab and a "
-                                 "target; correct or remove it")
+    assert refusal(pairs, settings_of(tmp_path / "x.tsv", tmp_path / "cache")) == (
+        f"error: {problem} ({tmp_path / 'x.tsv'}:3)\nhint: a line is a source, a tab and a "
+        "target; correct or remove it")
 
 
 def test_many_wrong_lines_are_shown_up_to_a_bound(tmp_path: Path) -> None:
