@@ -169,8 +169,9 @@ def kept_inputs(placement: Placement, layers: Sequence[range], inputs: Sequence[
     found = {}
     for stage, ranks in enumerate(placement):
         since = max((earlier for earlier in range(stage) if placement[earlier] == ranks), default=stage)
-        names = set(inputs[stage]) - written(range(layers[since].stop, layers[stage].start))
-        if names and since < stage - 1:  # the stage right before hands on everything without a transfer
+        between = range(layers[since].stop, layers[stage].start)
+        # The stage right before hands on everything without a transfer.
+        if since < stage - 1 and (names := set(inputs[stage]) - written(between)):
             found[stage] = KeptInputs(since, inputs[stage], names, names & written(layers[since]))
     return found
 
