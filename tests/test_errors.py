@@ -56,6 +56,26 @@ def test_a_problem_survives_a_process_boundary() -> None:
     assert pickle.loads(pickle.dumps(problem)) == problem
 
 
+def every_kind(of: type[VpipeError] = VpipeError) -> list[type[VpipeError]]:
+    return [of, *(kind for each in of.__subclasses__() for kind in every_kind(each))]
+
+
+def test_every_error_survives_a_process_boundary_with_its_fields_and_lines() -> None:
+    for kind in every_kind():
+        made = kind("no luck") if kind is VpipeError else kind("no luck", hint="again")  # type: ignore[call-arg]
+        made.more = [1, 2]  # type: ignore[attr-defined]
+        made.add_note("noted")
+        with pytest.raises(kind) as caught:
+            raise made
+        error = caught.value
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            other = pickle.loads(pickle.dumps(error, protocol))
+            assert (type(other), other.args, str(other)) == (kind, error.args, str(error))
+            assert {**vars(other), "_frames": ""} == {**vars(error), "_frames": ""}
+            assert "raise made" in other.frames
+            assert other.with_frames() == error.with_frames()
+
+
 @pytest.mark.parametrize(("word", "remedy"), [
     ("gpip", "did you mean 'gpipe'?"), ("pipe-dream", "did you mean 'pipedream'?"),
     ("zzz", "known names: 1f1b, gpipe, pipedream"), ("", "known names: 1f1b, gpipe, pipedream")])

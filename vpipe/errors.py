@@ -7,6 +7,7 @@ ends the command with exit status 1. The command shows neither with a traceback.
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import FrameType, TracebackType
+from typing import Any
 
 __all__ = ["CheckError", "PerformanceWarning", "Problem", "RunError", "UserError", "VpipeError", "counted",
            "nearest"]
@@ -66,6 +68,11 @@ class VpipeError(Exception):
         """Return the error with the lines of the user's code that led to it: before the remedy, if it has one."""
         what, mark, hint = str(self).partition("\nhint: ")
         return f"{what}\n{self.frames}{mark.lstrip()}{hint}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the text and all fields for another process, with the user's lines, which a traceback has here."""
+        new: Any = vars(copyreg)["__newobj__"]  # object.__new__, not the arguments of a subclass's own __init__
+        return new, (type(self), *self.args), {**vars(self), "_frames": self.frames}
 
     def show(self) -> None:
         """Print it with those lines on stderr, and write it for the summary of torchrun."""

@@ -83,13 +83,15 @@ class Keyboard:
     """Presses Ctrl-C ``times`` times when the ``at``-th call of ``where`` comes."""
 
     def __init__(self, where: str = "", at: int = 0, times: int = 1) -> None:
-        self.where, self.left, self.times = where, at, times
+        self.where, self.left, self.times, self.covers = where, at, times, False
 
     def called(self, where: str) -> None:
         self.left -= where == self.where
         if where == self.where and self.left == 0:
             for _ in range(self.times):
                 signal.raise_signal(signal.SIGINT)
+            if self.covers:
+                raise ValueError("covered")
 
 
 class Watched(nn.Module):
@@ -142,6 +144,19 @@ def test_a_batch_is_given_up_before_its_first_step_and_ended_after_it(keyboard: 
     assert note == f"{counted(done, 'update')} {WHOLE}"
     assert pipe.position.steps == done
     assert train(pipe, BATCHES[done:]) == train(pipeline(Keyboard(), schedule="1f1b"), BATCHES)[done:]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_interrupt_that_a_failing_layer_covers_is_raised(schedule: str) -> None:
+    keyboard = Keyboard("forward", 6)
+    keyboard.covers = True
+    pipe = pipeline(keyboard, schedule=schedule)
+    for act in (lambda: train(pipe, BATCHES), lambda: pipe.evaluate(BATCHES)):
+        keyboard.left = 6
+        with pytest.raises(KeyboardInterrupt) as caught:
+            act()
+        assert isinstance(caught.value.__context__, RunError)
+        assert "covered" in str(caught.value.__context__)
 
 
 def test_a_second_interrupt_in_a_step_ends_it_at_once() -> None:

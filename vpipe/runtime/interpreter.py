@@ -134,8 +134,8 @@ class Interrupts:
         self._depth -= 1
         if self._depth == 0 and signal.getsignal(signal.SIGINT) is self._handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if error is None:
-                self.raise_noted()
+            if not isinstance(error, KeyboardInterrupt):
+                self.raise_noted()  # also where an error covers it, which is then the context
 
     def raise_noted(self) -> None:
         """Raise KeyboardInterrupt if one was noted."""
