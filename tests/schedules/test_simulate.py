@@ -258,6 +258,22 @@ def test_memory_and_time_of_recompute_early_and_in_the_backward() -> None:
     assert free.memory == (((0, 0), (0, 1), (1, 5), (2, 8), (4, 4), (6, 0)),)  # only microbatch 0 is recomputed
 
 
+def test_copies_to_the_host_and_back_take_the_time_of_their_rank() -> None:
+    plain = by_hand("0F0 0F1 0B0 0B1", microbatches=2)
+    away = by_hand("0F0 0OFFLOAD0 0F1 0FETCH0 0B0 0B1", microbatches=2)
+    costs = replace(Costs((StageCosts(2, 1, 1, activation_bytes=3),)), host_link=Link(Fraction(1, 2), 1))
+    for cores in (None, 1):
+        found = simulate(away, replace(costs, cores=cores))
+        assert found.work_s == (simulate(plain, costs).work_s[0] + 2 * Fraction(7, 2),)
+        assert found.makespan_s == 15
+        assert found.idle_s == (0,)
+        assert not found.transfers
+    away_s, back_s = Fraction(11, 2), Fraction(15, 2)  # when a copy has left, and when it is asked for
+    assert found.memory == (((0, 0), (0, 3), (away_s, 0), (away_s, 3), (back_s, 6), (13, 3), (15, 0)),)
+    copied = {(str(kind), 0): 4 for kind in (Op.OFFLOAD, Op.FETCH)}  # as a run has recorded them
+    assert simulate(away, replace(costs, seconds=copied)).makespan_s == 16
+
+
 def test_memory_of_weight_versions() -> None:
     schedule = built("pipedream", 2, 3)
     timeline = simulate(schedule, Costs((StageCosts(1, 1, 1, version_bytes=10),) * 2))

@@ -85,8 +85,9 @@ class Costs:
         cores: of every host. When more of its ranks compute, step or copy what they transfer than it has cores, all of
             these slow down alike; with None every rank has a device of its own.
         hosts: per rank, a number that those on the same host have in common; one host for all when empty.
-        seconds: by kind and stage, those of packages' kinds, in place of what their rows say.
-        host_link: between a rank's device and the memory of its host, for offloaded activations; one after the other.
+        seconds: by kind and stage, those of packages' kinds and of copies, in place of what their rows say.
+        host_link: between a rank's device and the memory of its host, for offloaded activations; the rank is busy
+            meanwhile, as its copies are in the stream that computes.
     """
 
     stages: tuple[StageCosts, ...]

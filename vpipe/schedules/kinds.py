@@ -154,7 +154,7 @@ class Kind(str):
         seconds: the seconds of its rank that it takes; None where it takes none.
         recomputes: without a recomputation before it, it recomputes dropped activations by itself.
         transfer: the transfer of which it is an end.
-        host_bytes: what it copies to or from the host, on a link of their own; None where it does not.
+        host_bytes: what it copies to or from the host, for which its rank takes time; None where it does not.
         summed: it exchanges gradients or weights with the other replicas of its stage: all do it together.
         in_turn: yields what must have been sent before it where all transfers have one order.
         makes_version: it makes the next weight version of its stage.
@@ -201,6 +201,7 @@ class Kind(str):
         self.returns = OUTPUT_GRADIENT in made and self.computes  # takes the gradient of the output, makes the input's
         self.completes = GRADIENT in made  # completes the weight gradients of a microbatch
         self.works = seconds is not None
+        self.takes_time = self.works or host_bytes is not None
         self.long = self.computes and RECOMPUTED not in made  # enough to transfer something meanwhile
         self.whole_backward, self.first_half = self.returns and self.completes, self.returns and not self.completes
         self.second_half, self.recomputation = self.completes and not self.returns, RECOMPUTED in made

@@ -115,7 +115,8 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
             yield from _idle(now, done.start_s, done, made, Cause.DISPATCH if number else Cause.SCHEDULE)
         if done.waited_s > 0:
             made = producers.awaited(done, track.rank)
-            yield from _idle(done.start_s, done.begun_s, done, made, Cause.UNKNOWN if made is None else Cause.TRANSFER)
+            after = Cause.TRANSFER if made is not None else Cause.SCHEDULE if done.op.sends else Cause.UNKNOWN
+            yield from _idle(done.start_s, done.begun_s, done, made, after)
         yield TimeSlice(done.begun_s, done.end_s, None, done)
         now = done.end_s
     if track.reaches_end and recording.end_s > now:

@@ -182,7 +182,7 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
         return 1 if done.op.per_microbatch else assignment.per_update(done.stage)
 
     programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
-                 if done.op.works and (done.number + 1) * taken(done) <= before + last]
+                 if done.op.takes_time and (done.number + 1) * taken(done) <= before + last]
                 for track in recording.tracks]
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
@@ -206,7 +206,7 @@ def _median_costs(recording: Recording, producers: Producers, early: set[int]) -
     waits = [piece.end_s - piece.start_s for track in recording.tracks
              for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
     costs = Costs.of_stages(map(stage, range(len(recording.placement))), {
-        (kind, number): seconds for (number, kind), seconds in usual.items() if not kind.is_own})
+        (kind, number): seconds for (number, kind), seconds in usual.items() if kind.host_bytes or not kind.is_own})
     return costs.with_transfers(median(waits) if waits else 0.0)
 
 

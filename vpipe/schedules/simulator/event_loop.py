@@ -34,7 +34,7 @@ class Message:
     """A message from one action to others."""
 
     # the send; or a norm, which reaches every step at once; or a sum over replicas, both for the gradients that go into
-    # it and for its result; or a copy to or from the host
+    # it and for its result
     action: Action
     source: int  # the rank of the send
     target: int  # the rank of the receive; ``source`` when no link is used
@@ -83,17 +83,12 @@ class SimulationTables:
             size = ratio(cost.reduce_bytes, widths[stage]) if kind.transfer is None else kind.transfer.bytes(cost)
             return 0 if source == target else ratio(costs.link(source, target).transfer_s(size) * unit, 1)
 
-        copies = any(kind.host_bytes is not None for kind in schedule.kinds)
         users: dict[tuple[int, int], list[int]] = defaultdict(list)  # by what is waited for, and the rank that waits
-        for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
-            for number, (action, spots) in enumerate(zip(program, graph.waits[rank], strict=True), start=first):
+        for rank, first in enumerate(tables.firsts):
+            for number, spots in enumerate(graph.waits[rank], start=first):
                 for spot in spots:
                     if spot is not None:
                         users[tables.firsts[spot[0]] + spot[1], rank].append(number)
-                if copies:
-                    for before in graph.before(action, (rank, number - first)) if action.op.host_bytes is None else ():
-                        if before.op.host_bytes is not None:
-                            users[tables.firsts[rank] + (graph.position(before, rank) or 0), rank].append(number)
         published = {number for number, _ in users}
 
         def number_of(action: Action, rank: int) -> int:
@@ -118,9 +113,6 @@ class SimulationTables:
                         if other != rank and (number, other) in users:  # no one needs it where owners step
                             tables._add(Message(action, rank, other, ticks(op, stage, rank, other),
                                                 tuple(users[number, other]), 1), number)
-                elif op.host_bytes is not None:  # the rank goes on while it is copied
-                    copied = ratio(costs.host_link.transfer_s(op.host_bytes(costs.stages[stage])) * unit, 1)
-                    tables._add(Message(action, rank, rank, copied, tuple(users.get((number, rank), ())), 1), number)
                 elif number in published and not op.computes:  # known to all as soon as it is there
                     waiting = tuple(user for other in range(schedule.ranks) for user in users.get((number, other), ()))
                     tables._add(Message(action, rank, rank, 0, waiting, 1), number)
@@ -142,13 +134,16 @@ def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | Non
     for program in schedule.programs:
         recomputed = recomputations(program)
         for op, stage, index in program:
-            yield None if op.seconds is None else ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
+            yield None if not op.takes_time else ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
 
 
 def _seconds(kind: Kind, stage: int, costs: Costs) -> Number:
-    assert kind.seconds is not None, "it takes time"
     seconds = costs.seconds.get((kind, stage))
-    seconds = kind.seconds(costs.stages[stage]) if seconds is None else seconds
+    if seconds is None and kind.host_bytes is not None:
+        seconds = costs.host_link.transfer_s(kind.host_bytes(costs.stages[stage]))
+    elif seconds is None:
+        assert kind.seconds is not None, "it takes time"
+        seconds = kind.seconds(costs.stages[stage])
     if not 0 <= seconds < math.inf:
         raise UserError(f"an action {kind} of stage {stage} takes {seconds} seconds",
                         hint="let the kind's row return a finite number from 0 on")
@@ -163,8 +158,7 @@ def _ticks_per_second(kinds: Collection[Kind], costs: Costs, widths: Sequence[in
     for (cost, width), stage in first_of.items():
         sizes = {ratio(cost.reduce_bytes, width), *(kind.transfer.bytes(cost) for kind in kinds if kind.transfer)}
         times |= {link.transfer_s(size) for link in {costs.default_link, *costs.links.values()} for size in sizes}
-        times |= {cost.recompute_s, *(_seconds(kind, stage, costs) for kind in kinds if kind.seconds),
-                  *(costs.host_link.transfer_s(kind.host_bytes(cost)) for kind in kinds if kind.host_bytes)}
+        times |= {cost.recompute_s, *(_seconds(kind, stage, costs) for kind in kinds if kind.takes_time)}
     exact = not any(isinstance(time, float) for time in times)
     return lcm(*(Fraction(time).denominator for time in times)) if exact else 1
 

@@ -1,19 +1,18 @@
 """Simulate a schedule: compute when every action starts and ends, idle times and memory.
 
-A rank does its actions in order, one at a time, each as soon as its inputs have arrived. Only compute actions and steps
-take a rank's time. A transfer starts when its send and its receive have been reached and its link is free. A
-compute-only schedule has the same transfers, with receives that are posted from the beginning. Tensors that stay on a
-rank take no time. Where norms are exchanged, a step waits for those of all stages. Replicas of a stage send each other
-the gradients of an update as soon as each has them all, and the sums as soon as these are made; a step waits for them.
+A rank does its actions in order, one at a time, each as soon as its inputs have arrived. Only compute actions, steps,
+and copies to the host and back take a rank's time. A transfer starts when its send and its receive have been reached
+and its link is free. A compute-only schedule has the same transfers, with receives that are posted from the beginning.
+Tensors that stay on a rank take no time. Where norms are exchanged, a step waits for those of all stages. Replicas of a
+stage send each other the gradients of an update as soon as each has them all, and the sums as soon as these are made; a
+step waits for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 from vpipe.errors import CheckError, UserError
@@ -29,7 +28,7 @@ Curve = tuple[tuple[Number, Number], ...]
 
 
 class Event(NamedTuple):
-    """A compute action or an optimizer step on its rank."""
+    """A compute action, an optimizer step, or a copy to the host or back, on its rank."""
 
     action: Action
     start_s: Number
@@ -37,10 +36,7 @@ class Event(NamedTuple):
 
 
 class TransferEvent(NamedTuple):
-    """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on.
-
-    A copy to or from the host has the same rank as ``source`` and ``target``.
-    """
+    """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on."""
 
     action: Action
     source: int
@@ -149,38 +145,21 @@ class Timeline:
         """Per rank, the most that it ever holds."""
         return tuple(max(held for _, held in curve) for curve in self.memory)
 
-    @cached_property
-    def _copies(self) -> tuple[Mapping[Action, TransferEvent], ...]:
-        """Per rank, its copies to and from the host."""
-        copies: tuple[dict[Action, TransferEvent], ...] = tuple({} for _ in self.events)
-        for transfer in self.transfers:
-            if transfer.source == transfer.target:
-                copies[transfer.source][transfer.action] = transfer
-        return copies
-
     def _held(self, rank: int) -> Curve:
-        """Return the curve of a rank in units; what is copied changes it when the copy begins or ends."""
+        """Return the curve of a rank in units."""
         events = iter(self.events[rank])
-        copies = self._copies[rank]
         now: Number = 0
         before: Number = -1
         points: list[tuple[Number, Number]] = []
         program, stages = self.schedule.programs[rank], self.schedule.stages_of(rank)
-        timed = [next(events) if action.op.works else None for action in program]
+        timed = [next(events) if action.op.takes_time else None for action in program]
         for position, at_start, _, held in moments(program, stages, self.costs, self.schedule.frozen):
-            event: Event | TransferEvent | None = timed[position] if position >= 0 else None
+            event = timed[position] if position >= 0 else None
             now = now if event is None else event.end_s
-            if copies and position >= 0:
-                event = event or copies.get(program[position])
             if held != before:
                 points.append((now if event is None else event.start_s if at_start else event.end_s, held))
             before = held
-        if not copies:
-            return tuple(points)
-        levels = [held for _, held in points]
-        changes = [(at, held - before) for (at, held), before in zip(points, [0, *levels], strict=False)]
-        changes.sort(key=itemgetter(0))
-        return tuple(zip(map(itemgetter(0), changes), accumulate(map(itemgetter(1), changes)), strict=True))
+        return tuple(points)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -211,8 +190,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
               for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
     transfers = [TransferEvent(message.action, message.source, message.target, start, end)
                  for number, start, end in loop.arrivals
-                 if (message := tables.messages[number]).source != message.target
-                 or message.action.op.host_bytes is not None]
+                 if (message := tables.messages[number]).source != message.target]
     return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)).in_seconds(tables.unit)
 
 
