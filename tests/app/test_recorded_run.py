@@ -105,6 +105,23 @@ def test_the_commands_on_runs_read_its_folder(tmp_path: Path, capsys: pytest.Cap
     assert "pipedream" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_samples_of_unequal_batches_are_those_that_were_trained(every: int, tmp_path: Path) -> None:
+    sizes = iter([16, 8, 16, 8, 12, 4])
+    unequal = ({name: value.repeat(2, *[1] * (value.dim() - 1))[:next(sizes)] for name, value in batch.items()}
+               for batch in ({"input": each["input"]} for each in batches(6)))
+    given = [{**each, "target": torch.zeros(len(each["input"]), dtype=torch.int64)} for each in unequal]
+    pipe = pipeline(Asynchronous("pipedream", update_every=every))
+    with RecordedRun(pipe, tmp_path / "run", tokens_per_sample=7, trace=True) as run:
+        for step in run.train(given):
+            if step.index in (0, 1, 3):
+                run.evaluate(given[:1])  # drains: several updates at once
+    assert pipe.position.samples == 64
+    summary = lines(tmp_path / "run")[-1]["summary"]
+    assert summary["samples_per_step"] == round(64 / pipe.position.updates)
+    assert (sum(run._metrics.samples), sum(run._metrics.tokens)) == (64, 7 * 64)
+
+
 def test_an_evaluation_of_the_average_is_told_from_that_of_the_weights(tmp_path: Path) -> None:
     with RecordedRun(pipeline(average=0.9), tmp_path / "run", updates=2) as run:
         list(run.train(batches()))

@@ -203,11 +203,6 @@ class RecordedRun:
         if not steps:
             return
         self._metrics.update(*steps)
-        if not self._metrics.size.samples:
-            samples, tokens = self._metrics.samples[0], self._metrics.tokens[0]
-            self._metrics.size = replace(self._metrics.size, samples=samples, tokens=tokens)
-            if self._tracer is not None:
-                self._tracer.samples_per_step = samples
         if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
             self._warm_usage = self._pipe.local_usage()
         for step in steps:
@@ -218,15 +213,18 @@ class RecordedRun:
             observer.step(self._metrics.steps)
 
     def _step_sizes(self, done: int, samples: int) -> Iterator[tuple[int, int]]:
-        """Yield the samples and tokens of every step, when it has been made; of several at once the mean.
-
-        Args:
-            done, samples: that the pipeline has trained before.
-        """
+        """Yield the samples and tokens of every step, when it has been made; of several at once an equal part of all.
+        The pipeline has trained ``done`` updates of so many samples before."""
+        first = done, samples
         while True:
             now = self._pipe.position
-            each = (now.samples - samples) // (now.updates - done)
-            for _ in range(now.updates - done):
+            made, count = now.samples - samples, now.updates - done
+            mean = round((now.samples - first[1]) / (now.updates - first[0]))
+            self._metrics.size = replace(self._metrics.size, samples=mean, tokens=mean * self._tokens_per_sample)
+            if self._tracer is not None:
+                self._tracer.samples_per_step = mean
+            for number in range(count):
+                each = made * (number + 1) // count - made * number // count
                 yield each, each * self._tokens_per_sample
             done, samples = now.updates, now.samples
 

@@ -190,7 +190,7 @@ def _lock(folder: Path, name: str) -> IO[str]:
     """Lock a file of a run; closing it unlocks it."""
     path = folder / name
     while True:
-        file = path.open("a+")
+        file = path.open("a+", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -111,9 +111,10 @@ class RunState:
         if not isinstance(summary, dict) or is_alive or (folder / RUNNING).exists():
             summary = None  # or of the attempt before this one, which has made no update yet
         facts: Line = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):  # one that is damaged is as none
             found = json.loads((folder / FACTS).read_text())
-            facts = found if isinstance(found, dict) else facts
+            facts = {**found, "ranks": [list(map(int, ranks)) for ranks in found.get("ranks", ())],
+                     "planned_s": list(map(float, found.get("planned_s") or ()))}
         times = _of_summary(summary, facts) if summary is not None else None
         written = [path.stat().st_mtime for name in (METRICS, CONFIG) if (path := folder / name).exists()]
         silent_s = max(0.0, time.time() - max(written, default=0.0))
@@ -176,8 +177,7 @@ class RunState:
     @cached_property
     def planned_s(self) -> Mapping[int, float]:
         """Return the seconds per update that each rank was planned to work; empty without a plan."""
-        found = self.facts.get("planned_s")
-        return dict(enumerate(found)) if isinstance(found, list) else {}
+        return dict(enumerate(self.facts.get("planned_s", ())))
 
 
 def check_run(folder: Path) -> None:
