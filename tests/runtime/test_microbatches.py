@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.runtime.microbatches import Batch, MicrobatchLoader
+from vpipe.runtime.microbatches import PER_SAMPLE, Batch, MicrobatchLoader
 
 
 def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
@@ -180,7 +180,7 @@ def test_a_later_batch_may_be_at_fault() -> None:
      "error: a batch holds ['y', 'z'], but not ['x']\nhint: give every batch the fields ['x', 'y']"),
     ({"x": torch.zeros(4), "y": torch.zeros(3)},
      "error: the fields of a batch disagree on the number of samples: {'x': 4, 'y': 3}\n"
-     "hint: dimension 0 of every field counts the samples"),
+     f"hint: {PER_SAMPLE}"),
     *(({"x": torch.zeros(samples), "y": torch.zeros(samples)},
        f"error: a batch of {samples} samples cannot be cut into 4 equal microbatches\n"
        f"hint: use batches of {sizes} samples, or drop the incomplete last batch") for samples, sizes in (
@@ -194,7 +194,7 @@ def test_a_later_batch_may_be_at_fault() -> None:
     ({}, "error: a batch holds [], but not ['x', 'y']\nhint: give every batch the fields ['x', 'y']"),
     ({1: 2, "x": 3}, "error: a batch holds [1, 'x'], but not ['y']\nhint: give every batch the fields ['x', 'y']"),
     ({"x": torch.zeros(()), "y": torch.zeros(2)}, "error: the field 'x' of a batch is a tensor without dimensions\n"
-                                                  "hint: dimension 0 of every field counts the samples"),
+                                                  f"hint: {PER_SAMPLE}"),
     ({"x": [1, 2], "y": torch.zeros(2)}, "error: the field 'x' of a batch is list, not a tensor\n"
                                          "hint: give tensors; torch.as_tensor makes one of an array or of numbers")])
 def test_a_batch_is_a_dict_of_tensors_that_can_be_cut_evenly(batch: Any, text: str) -> None:

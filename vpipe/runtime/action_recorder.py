@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from vpipe import accelerator
 from vpipe.errors import RunError
-from vpipe.runtime.activations import ActivationCounter
+from vpipe.runtime.activations import ActivationCounter, bytes_of
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.worker import Worker
@@ -166,16 +166,16 @@ class Recorder:
 
     def weight_bytes(self) -> dict[int, int]:
         """Return the bytes of one version of the weights of each stage of the rank, with those that it borrows."""
-        return self._weighed or {index: sum(local(leaf).nbytes for weights in (stage.weights, *stage.borrowed.values())
-                                            for leaf in weights.leaves())
+        return self._weighed or {index: bytes_of(leaf for weights in (stage.weights, *stage.borrowed.values())
+                                                 for leaf in weights.leaves())
                                  for index, stage in self.worker.stages.items()}
 
     def static_bytes(self) -> dict[int, int]:
         """Return the bytes of each stage besides versions: gradients, the optimizer's present state, masters of rounded
         weights, last changes where late gradients are corrected, parameters that are not trained."""
         return {index: size + self.worker.optimizer_steps.state_bytes(index)
-                + sum(local(p).nbytes for module in self.worker.stages[index].modules.values()
-                      for p in module.parameters() if not p.requires_grad)
+                + bytes_of(p for module in self.worker.stages[index].modules.values()
+                           for p in module.parameters() if not p.requires_grad)
                 for index, size in self.weight_bytes().items()}
 
     def _follow_gathered(self, memory: Memory, stage: int) -> None:
@@ -194,9 +194,9 @@ class Recorder:
             segment = self.worker.segment
             sizes = self._sizes[stage, self.worker.is_split(stage, microbatch),
                                 segment.loader.signature(segment.first + microbatch)]
-            before = self._in_flight.get((stage, microbatch - 1)) if microbatch % segment.assignment.slices else None
-            self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter(
-                None if before is None else before.counter))
+            before = [(stage - 1, microbatch), *[(stage, microbatch - 1)][:microbatch % segment.assignment.slices]]
+            self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter([
+                each.counter for key in before if (each := self._in_flight.get(key)) and each.counter]))
         return self._in_flight[stage, microbatch].counter
 
     def _keep(self, op: Kind, stage: int, microbatch: int) -> None:

@@ -168,10 +168,11 @@ class ActivationCounter(SavingHooks):
     hooks handle are changed in place before they are used; the counter does.
 
     Args:
-        before: of the slice before, which counts what both hold, such as keys; it holds it longer.
+        before: those that hold longer and count what both hold: of the slice before, such as keys, and of the same
+            microbatch on an earlier stage of the rank, whose output is this one's input.
     """
 
-    def __init__(self, before: ActivationCounter | None = None) -> None:
+    def __init__(self, before: Sequence[ActivationCounter] = ()) -> None:
         self._before, self._held = before, frozenset[StorageWeakRef]()
         self._saved: dict[StorageWeakRef, int] = {}
         self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record drops before the weight half
@@ -199,10 +200,10 @@ class ActivationCounter(SavingHooks):
         for tensor in (*(t for saved in record.spans for t in saved.inputs.values()),
                        *(t for store in record.weight_grads for t in store.waiting())):
             _add(there, tensor)
-        elsewhere = frozenset() if self._before is None else self._before._held
+        elsewhere = frozenset().union(*(each._held for each in self._before))
         self._held = elsewhere | there.keys()
         there = {storage: size for storage, size in there.items() if storage not in elsewhere}
-        self._fields |= {storage_of(field): field.nbytes for field in record.fields.values()}
+        self._fields |= {storage_of(field): min(field.nbytes, bytes_of([field])) for field in record.fields.values()}
         there |= {storage: size for storage, size in self._fields.items() if record.fields or storage in there}
         for module in modules:
             for shared in (*module.parameters(), *module.buffers()):
@@ -226,6 +227,14 @@ def saving_hooks() -> SavingHooks | None:
 def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
     if tensor.layout is torch.strided:
         storages.setdefault(storage_of(tensor), local(tensor).untyped_storage().nbytes())
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors; several may share one."""
+    storages: dict[StorageWeakRef, int] = {}
+    for tensor in tensors:
+        _add(storages, tensor)
+    return sum(storages.values())
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:

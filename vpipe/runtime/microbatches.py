@@ -22,6 +22,9 @@ from vpipe.schedules.assignment import Assignment
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
 
+PER_SAMPLE = ("dimension 0 of every field counts the samples: pad what differs from sample to sample, such as the "
+               "edges of graphs, and expand what all have in common")
+
 _END: Batch = {}
 """The end of the batches."""
 
@@ -286,14 +289,15 @@ class MicrobatchLoader:
             if not isinstance(value, Tensor):
                 raise UserError(f"the field '{name}' of a batch is {type(value).__name__}, not a tensor",
                                 hint="give tensors; torch.as_tensor makes one of an array or of numbers")
+            if value.is_nested or value.layout is not torch.strided:
+                raise UserError(f"the field '{name}' of a batch is {'nested' if value.is_nested else value.layout}, "
+                                "which is not cut into samples", hint=PER_SAMPLE)
             if not value.dim():
-                raise UserError(f"the field '{name}' of a batch is a tensor without dimensions",
-                                hint="dimension 0 of every field counts the samples")
+                raise UserError(f"the field '{name}' of a batch is a tensor without dimensions", hint=PER_SAMPLE)
         sizes = {name: t.shape[0] for name, t in tensors.items()}
         samples = next(iter(sizes.values()), 0)
         if len(set(sizes.values())) > 1:
-            raise UserError(f"the fields of a batch disagree on the number of samples: {sizes}",
-                            hint="dimension 0 of every field counts the samples")
+            raise UserError(f"the fields of a batch disagree on the number of samples: {sizes}", hint=PER_SAMPLE)
         if not samples:
             raise UserError("a batch has no samples", hint="leave it out")
         if self._equal and samples % self._microbatches:

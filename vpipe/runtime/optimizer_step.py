@@ -16,6 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from vpipe.checkpoint.manifest import View, average_of
 from vpipe.description.update import Update
 from vpipe.distributed.watchdog import watch
+from vpipe.runtime.activations import bytes_of
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
 from vpipe.runtime.sharded_tensors import local, norms_of
@@ -397,7 +398,7 @@ class OptimizerSteps:
     def state_bytes(self, stage: int) -> int:
         """Return the bytes of an optimizer's present state, of masters of rounded weights, and of companions."""
         here = self._stages[stage]
-        return sum(local(tensor).nbytes for tensor in (
+        return bytes_of((
             *self.optimizers[stage].state_tensors(), *(here.weights.masters.values() if here.precision.pure else ()),
             *(value for companion in self.companions[stage].values() for value in companion.values.values())))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vpipe.description.cut import KeptInputs
 from vpipe.errors import UserError
+from vpipe.runtime.activations import bytes_of
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
@@ -71,8 +72,8 @@ class P2PTransfers:
     @property
     def kept_bytes(self) -> int:
         """The bytes that are kept for later stages of the rank, besides what microbatches of earlier ones hold."""
-        return sum(tensors[name].nbytes for (stage, _), tensors in self._there.items()
-                   for name in self._kept[stage].made)
+        return bytes_of(tensors[name] for (stage, _), tensors in self._there.items()
+                        for name in self._kept[stage].made)
 
     def stores(self) -> Mapping[str, Sized]:
         """Return what must be empty at the end of a segment, by name."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vpipe.checkpoint.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
@@ -21,9 +21,8 @@ from vpipe.errors import UserError
 from vpipe.model.model import Model
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.sharded_tensors import is_sharded, whole
-from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.stage_optimizer import stepped_without_gradients
 from vpipe.runtime.state_dict import optimizer_entries
-from vpipe.runtime.weight_versions import WeightVersions
 
 _POSITION = "position"
 
@@ -123,8 +122,7 @@ class ShardedState:
     """
 
     def __init__(self, engine: Engine, description: Description) -> None:
-        self._engine, self._batch, self._make_optimizer = engine, description.microbatches, \
-            description.update.make_optimizer
+        self._engine, self._batch = engine, description.microbatches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; an asynchronous pipeline drains first.
@@ -140,8 +138,7 @@ class ShardedState:
         for worker in self._engine.workers.values():
             for stage, made in worker.optimizer_steps.optimizers.items():
                 weights = worker.stages[stage].weights
-                entries = optimizer_entries(
-                    made if there else self._stepped_without_gradients(stage, weights), weights)
+                entries = optimizer_entries(made if there else stepped_without_gradients(made), weights)
                 optimizer |= {f"state.{name.removeprefix('optim.')}": tensor for name, tensor in entries.items()}
         numbers = [int(there), position.steps, position.samples, *position.as_numbers(self._batch).values()]
         model = {name: value for stage in self._engine.local_stages for name, value in stage.state().items()}
@@ -149,17 +146,6 @@ class ShardedState:
         return {part: {name: _in_one_block(tensor) for name, tensor in tensors.items()} for part, tensors in (
             ("model", model), ("optimizer", optimizer),
             ("vpipe", {_POSITION: torch.tensor(numbers, device="cpu"), **others}))}
-
-    def _stepped_without_gradients(self, stage: int, weights: WeightVersions) -> StageOptimizer:
-        """Return optimizers of copies of a stage's parameters, with the entries that real ones have after a step."""
-        copies = {name: nn.Parameter(master.detach().clone()) for name, master in weights.masters.items()}
-        scratch = StageOptimizer.build(self._make_optimizer, copies, stage)
-        if weights.owned is not None:
-            scratch.own(weights.owned)
-        for copy in copies.values():
-            copy.grad = torch.zeros_like(copy)
-        scratch.step()
-        return scratch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned and DCP has filled, on every rank, before the pipeline trains.

@@ -161,7 +161,8 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    found = torch.stack([torch.linalg.vector_norm(local(tensor)) for tensor in tensors]).double()
+    found = torch.stack([torch.linalg.vector_norm(t.coalesce().values() if t.is_sparse else t)
+                         for t in map(local, tensors)]).double()
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)):
         for dim in reversed(range(mesh.ndim)):
             divided = [is_sharded(tensor) and tensor.device_mesh == mesh and not tensor.placements[dim].is_replicate()

@@ -304,6 +304,51 @@ def is_joint(optimizer: Optimizer) -> bool:
     return False
 
 
+@accelerator.seeded(0)
+def stepped_without_gradients(own: StageOptimizer) -> StageOptimizer:
+    """Return a copy with the state that optimizers have after a step with gradients of 0, in that state's memory alone.
+
+    A step on the device meta shows the shapes, a step of parameters with one number the values, which are then equal.
+    Optimizers that cannot make these two steps make one with copies of the parameters.
+
+    Raises:
+        UserError: they cannot make such a step.
+    """
+    def stepped(like: Callable[[Tensor], Tensor]) -> StageOptimizer:
+        parameters = {name: nn.Parameter(like(p.detach())) for name, p in own.parameters.items()}
+        made = [object.__new__(type(optimizer)) for optimizer in own.optimizers]
+        for copy, optimizer in zip(made, own.optimizers, strict=True):
+            kept = {name: value for name, value in vars(optimizer).items()
+                    if name not in ("state", "step") and not name.endswith("_hooks")}
+            instead = {id(p): parameters[name] for name, p in own.parameters.items()}
+            vars(copy).update(deepcopy(kept, instead), state=defaultdict(dict))
+            for group in copy.param_groups:
+                group.pop("initial_lr", None)  # of a scheduler
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+                    group |= {"fused": False} if p.is_meta and group.get("fused") else {}
+            step: Any = type(copy).step
+            step.__wrapped__(copy)
+            copy.state.default_factory = None
+        return StageOptimizer(made, parameters)
+
+    with warnings.catch_warnings(action="ignore"), suppress(Exception):
+        found, small = stepped(partial(torch.empty_like, device="meta")), stepped(lambda p: p.new_zeros([1] * p.dim()))
+        for name, (optimizer, _) in found.of_parameter.items():
+            state, (of_small, _) = optimizer.state.get(found.parameters[name], {}), small.of_parameter[name]
+            for key, value in state.items():
+                one = of_small.state[small.parameters[name]][key]
+                if isinstance(value, Tensor):
+                    state[key] = torch.full_like(value, one.flatten()[0].item(), dtype=one.dtype, device=one.device)
+        return found
+    try:
+        return stepped(torch.clone)
+    except Exception as error:
+        raise UserError(f"optimizers of {counted(len(own.parameters), 'parameter')} cannot make a step with gradients "
+                        f"of 0, which shows their state before the first update: {type(error).__name__}: {error}",
+                        hint="ask for the sharded state after the first update") from error
+
+
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Return whether this is one of torch's, which step each parameter by its own gradients and state."""
     return type(optimizer).__module__.startswith("torch.optim.")

@@ -20,8 +20,8 @@ class StageUsage:
         forward_s, backward_s, step_s: seconds in forwards, in backwards (recompute included), in optimizer steps.
         communication_s: seconds in which its rank started transfers, copied to the host and back, and summed gradients
             over replicas.
-        idle_s: seconds in which its rank waited for tensors of other ranks; NaN where a GPU's stream does that, and
-            where ranks take turns in one process.
+        idle_s: seconds in which its rank waited for others, to send or to receive; NaN where a GPU's stream does
+            that, and where ranks take turns in one process.
         bytes_sent: by its rank.
         versions: most weight versions held at once.
         staleness: most updates between a microbatch's forward and its backward.

@@ -193,8 +193,9 @@ class TiedWeights:
         """Send the gradients accumulated for an update, and reset them."""
         for borrower, weights in self._borrowed(owner):
             weights.complete_gradients()
-            gradients = [torch.zeros_like(value) if gradient is None else local(gradient) for value, gradient in
-                         zip(weights.values(weights.names), weights.pop_gradients(), strict=True)]
+            gradients = [torch.zeros_like(value) if gradient is None else local(gradient).to_dense()
+                         for value, gradient in zip(
+                             weights.values(weights.names), weights.pop_gradients(), strict=True)]
             for rank in self._placement[owner]:
                 self._send(rank, self._key(_GRADIENTS, owner, borrower, update), gradients)
 

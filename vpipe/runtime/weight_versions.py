@@ -330,6 +330,8 @@ class WeightVersions:
         if leaf.grad is None:
             # A copy: in one process the replicas of a stage are given the same tensor, and each scales its own.
             leaf.grad = wrapped(gradient.clone(), leaf)
+        elif leaf.grad.is_sparse:
+            leaf.grad = gradient + leaf.grad
         else:
             local(leaf.grad).add_(gradient)
 

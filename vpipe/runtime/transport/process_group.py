@@ -322,12 +322,10 @@ class DistributedTransport:
         if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
             return self._shared.specs(peer, key)
         posted = self._posted[peer, key]
-        started = perf_counter()
         with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
             self._wait(posted.work, on_host=True)
             specs = decode_specs(posted.buffers[0].numpy().tobytes())
             self._posted[peer, key] = self._post(peer, key, specs)
-        self.wait_s += perf_counter() - started
         return specs
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
@@ -336,7 +334,6 @@ class DistributedTransport:
             return self._shared.take(peer, key)
         specs, works, buffers = self._posted.pop((peer, key))
         for_host = key.kind not in GROUP_OF_KIND
-        started = perf_counter()
         with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
             if self.device_waits is None:
                 self._wait(works, for_host)
@@ -344,7 +341,6 @@ class DistributedTransport:
                 begun = accelerator.mark(self._device)
                 self._wait(works, for_host)
                 self.device_waits.append((begun, accelerator.mark(self._device)))
-        self.wait_s += perf_counter() - started
         if key.kind == TransferKind.GRADIENTS:
             self._announced[peer, key.stage + 1].discard(key.number)
         assert specs is not None, "announced specs are received first"
@@ -355,7 +351,6 @@ class DistributedTransport:
         return [tensor.requires_grad_(spec.wants_gradient) for tensor, spec in zip(arrived, specs, strict=True)]
 
     def wait_sent(self, kind: TransferKind) -> None:
-        started = perf_counter()
         for (peer, of), under_way in self._sent.items():
             if of == kind and not self._is_linked(peer):
                 for _ in range(len(under_way)):
@@ -364,24 +359,23 @@ class DistributedTransport:
                         under_way.append(sent)
                     else:
                         self._complete(peer, *sent)
-        self.wait_s += perf_counter() - started
 
     def abandon(self) -> None:
         raise AssertionError("what is on its way to another process cannot be called back")
 
     def finish(self) -> None:
-        started = perf_counter()
         untaken = [key for _, key in self._posted]
         if self._shared is not None:  # first, since gloo sends by itself
+            started = perf_counter()
             for peer, key, is_done in self._shared.unfinished():
                 with PeerTransfer(peer, "sending", self.timeout_s, key, self):
                     self._shared.wait(peer, is_done)
+            self.wait_s += perf_counter() - started
             untaken += self._shared.untaken()
         for (peer, kind), under_way in self._sent.items():
             while under_way and kind != TransferKind.CHECKSUMS:
                 self._complete(peer, *under_way.popleft())
         self._announced.clear()
-        self.wait_s += perf_counter() - started
         check_all_taken(untaken, self._lane[self.rank])
         if self._groups is not None:
             self._groups.idle = True
@@ -462,11 +456,13 @@ class DistributedTransport:
 
         With a timeout nccl would poll for the end on the host: the watchdog has the limit there.
         """
+        started = perf_counter()
         for work in works:
             if on_host or self._device.type == "cpu" or self._groups is None:
                 work.wait(self._timeout)
             else:
                 work.wait()
+        self.wait_s += perf_counter() - started
 
     def _complete(self, peer: int, key: TransferKey, works: list[dist.Work], tensors: list[Tensor]) -> None:
         """Wait for a send and free its tensors."""
