@@ -4,7 +4,7 @@ from threading import enumerate as threads
 
 import pytest
 
-from vpipe.app.data.prefetch import prefetched
+from vpipe.app.data.epoch import prefetched
 
 
 class Source:

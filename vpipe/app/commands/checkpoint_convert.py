@@ -114,8 +114,7 @@ def run_import(options: argparse.Namespace) -> None:
         signs = " nor ".join([f"{'neither ' if forms else 'no '}{CONFIG}", *(form.sign for form in forms)])
         raise UserError(f"'{source}' holds {signs}",
                         hint=f"give a folder that save_pretrained of transformers wrote{others}")
-    words = ["vpipe", "train", str(options.config or "CONFIG"),
-             *setting_words(options.settings), "--resume", str(out)]
+    words = ["vpipe", "train", str(options.config or "CONFIG"), *setting_words(options.settings), "--resume", str(out)]
     print(f"train it: {shlex.join(words)}")
     if job is None:
         print(f"CONFIG's model section: name: {read_model_config(source).family}, config_file: {out / CONFIG}")

@@ -186,8 +186,7 @@ def _planned(path: str, options: argparse.Namespace) -> Schedule:
                         hint='add one, such as "schedule": "1f1b"; vpipe plan CONFIG -o plan.json writes whole plans')
     if microbatches is None:
         raise UserError("the plan has no number of microbatches", where=path, hint="give --microbatches")
-    Schedule.check_work(sum(map(len, plan.groups)), microbatches * slices,
-                        replicated=max(map(len, plan.groups)) > 1)
+    Schedule.check_work(sum(map(len, plan.groups)), microbatches * slices, replicated=max(map(len, plan.groups)) > 1)
     return build(plan.schedule, plan.groups, microbatches, plan.update_every,
                  recompute=[stage for stage, layers in enumerate(plan.recomputed) if layers],
                  warmup=plan.warmup, slices=slices)

@@ -38,8 +38,7 @@ def option_problems(tree: Tree) -> list[Problem]:
             return problems
         make_options(kind, given, name)
     except UserError as error:
-        return [Problem(problem.what, problem.hint, problem.where or tree.where(at))
-                for problem in error.problems]
+        return [Problem(problem.what, problem.hint, problem.where or tree.where(at)) for problem in error.problems]
     return []
 
 

@@ -11,16 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vpipe import Cut, Execution, Plan, Transfers, accelerator
 from vpipe.app.config.formats import ADDITIONS
-from vpipe.app.config.validation import (
-    FilePath,
-    Ints,
-    Mistake,
-    MistakesError,
-    Name,
-    Section,
-    check_entries,
-    is_share,
-)
+from vpipe.app.config.validation import FilePath, Ints, Mistake, MistakesError, Name, Section, check_entries, is_share
 from vpipe.app.config.yaml_tree import describe
 from vpipe.app.sizes import parse_size
 from vpipe.errors import UserError, nearest

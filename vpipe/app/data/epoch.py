@@ -1,12 +1,15 @@
-"""Make the batches of an epoch from arrays: shuffle rows, cut batches, turn them into tensors."""
+"""Make the batches of an epoch from arrays: shuffle rows, cut batches, turn them into tensors, ahead of need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from threading import Event, Semaphore, Thread
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,8 @@ Rows = NDArray[np.int64]
 INPUT_IDS, LABELS, POSITIONS = "input_ids", "labels", "positions"
 NO_LABEL = -100  # where there is none to learn
 _COUNTED_AT_ONCE = 1 << 22
+_PATIENCE_S = 5.0  # wait for the item in progress at the end: a disk may be out of reach
+Item = TypeVar("Item")
 
 
 def needed_fields(known: Mapping[str, Field], fields: Collection[str] | None) -> frozenset[str]:
@@ -203,3 +208,42 @@ class TokenDataset(ArrayDataset):
                             f"{self.vocab_size - 1}: the prepared data is damaged",
                             hint="remove its folder: the next run prepares it again",
                             where=str(self.tokenizer_path.parent) if self.tokenizer_path else None)
+
+
+@contextmanager
+def prefetched(items: Iterable[Item], most: int) -> Iterator[Iterator[Item]]:
+    """Iterate over an iterable in a thread, with up to ``most`` items made before they are needed.
+
+    An error of the iterable is raised in its place: after the items made before it. Leaving the context ends the thread
+    and drops the items that were not taken.
+    """
+    assert most >= 1
+    ready = SimpleQueue[tuple[Item] | BaseException | None]()  # an item, what was raised in its place, or the end
+    room, closed = Semaphore(most), Event()
+
+    def make() -> None:
+        source = iter(items)
+        try:
+            while room.acquire() and not closed.is_set():
+                ready.put((next(source),))
+        except StopIteration:
+            ready.put(None)
+        except BaseException as error:  # raised where the item would have been taken
+            ready.put(error)
+
+    def take() -> Generator[Item]:
+        while (made := ready.get()) is not None:
+            if isinstance(made, BaseException):
+                raise made
+            room.release()
+            yield made[0]
+
+    thread, taken = Thread(target=make, name="vpipe-batches", daemon=True), take()
+    thread.start()
+    try:
+        yield taken
+    finally:
+        taken.close()
+        closed.set()
+        room.release()
+        thread.join(_PATIENCE_S)

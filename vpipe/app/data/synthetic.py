@@ -23,15 +23,7 @@ from vpipe.app.data.bert_samples import (
 )
 from vpipe.app.data.corpus import SOURCES
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split
-from vpipe.app.data.epoch import (
-    INPUT_IDS,
-    LABELS,
-    POSITIONS,
-    Array,
-    ArrayDataset,
-    TokenDataset,
-    seeded_generator,
-)
+from vpipe.app.data.epoch import INPUT_IDS, LABELS, POSITIONS, Array, ArrayDataset, TokenDataset, seeded_generator
 from vpipe.app.data.registry import register_dataset
 from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError

@@ -272,8 +272,7 @@ class BertAttention(nn.Module):
         read = self.whole(h)
         query, key, value = (projection(read).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, A, S, D]
                              for projection in (self.query, self.key, self.value))
-        mixed = attention(query, key, value, mask=(input_mask != 0)[:, None, None, :],
-                          dropout=self.attention_dropout)
+        mixed = attention(query, key, value, mask=(input_mask != 0)[:, None, None, :], dropout=self.attention_dropout)
         mixed = self.output(mixed.transpose(1, 2).flatten(2))
         return self.norm(self.dropout(mixed) + h)  # type: ignore[no-any-return]
 

@@ -281,8 +281,7 @@ class _PlainLinear(nn.Module):
         self.at, self.by_inputs = at, placement == Shard(1)
         self.register_parameter("bias", None)
         for name, parameter in linear.named_parameters():
-            _distribute(self, name, parameter, at.mesh,
-                        Replicate() if self.by_inputs and name == "bias" else placement)
+            _distribute(self, name, parameter, at.mesh, Replicate() if self.by_inputs and name == "bias" else placement)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else _own(self.bias)

@@ -136,8 +136,7 @@ class _Run:
             if start is not None and (done := nothing_left(start, job)) is not None:
                 return print(done, flush=True)
             checkpoint = None if start is None else start.checkpoint
-            here = ranks_here(config, hosts, job.processes, "train",
-                              *([] if checkpoint is None else [str(checkpoint)]))
+            here = ranks_here(config, hosts, job.processes, "train", *([] if checkpoint is None else [str(checkpoint)]))
             if remotes:
                 prepare(remotes, config.resolved_yaml(), here)
             known, self.folder = self.folder, new_run(job) if start is None else prepare_run(start, job)

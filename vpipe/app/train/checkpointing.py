@@ -89,8 +89,7 @@ class Checkpointing:
                 _make_writable(root)
             else:
                 root = Path(exchange().from_rank(str(root)))
-                Checkpoints(root).check_shared(
-                    exchange(), os.environ.get(RankEnvironment.HOST) or socket.gethostname())
+                Checkpoints(root).check_shared(exchange(), os.environ.get(RankEnvironment.HOST) or socket.gethostname())
         except UserError as error:
             if config.checkpoint is not None:
                 raise

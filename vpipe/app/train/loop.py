@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vpipe import Pipeline
 from vpipe.app.config.config import config_row
-from vpipe.app.data.prefetch import prefetched
+from vpipe.app.data.epoch import prefetched
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow

@@ -143,8 +143,7 @@ def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
     """
     torch.set_num_threads(job.config.training.threads)
     join_world(**job.config.parallel.joining)
-    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words,
-                        report=show_line)
+    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words, report=show_line)
     if exchange().rank == 0:
         for size, profile in found.items():
             profile.save(folder / file_of(size))
