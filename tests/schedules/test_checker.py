@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
+from golden import assert_golden, refusal
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -115,266 +116,185 @@ def gathered() -> Schedule:
     return prove("pipedream", ((0, 1), (2,)), 8, 2, zero1=True)
 
 
-BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (broken schedule, its text, marked)
+BROKEN: dict[str, list[Callable[[], Schedule]]] = {  # by rule
     "placement": [
-        (lambda: added(good(), 0, "1F0", before="0F1"), "1F0 stands on rank 0, but stage 1 lives on rank 1", "1F0"),
-        (lambda: added(good(), 1, "7F0", before="1F0"), "7F0 on rank 1: there are 3 stages", "7F0"),
-        (lambda: added(good(), 1, "0RECV_TIED_W1"), "stands on rank 1, but stage 0 is borrowed by rank 2",
-         "0RECV_TIED_W1"),
-        (lambda: good().with_programs(good().programs[:2]),
-         "stage 2 lives on rank 2, but there are programs for 2 ranks", "rank 2 end"),
-        (lambda: good().with_programs([*good().programs, ()]), "rank 3 has a program but no stage", "rank 3 end"),
-        (lambda: replace(good(), placement=((0,), (1,), (2, 3))),
-         "stage 2 lives on rank 3, but there are programs for 3 ranks", "rank 3 end"),
-        (lambda: replace(good(), placement=((0,), (1,), ())), "stage 2 lives on 0 ranks ()", ""),
-        (lambda: replace(good(), placement=((0,), (1,), (2, 2))), "stage 2 lives on 2 ranks (2, 2)", ""),
-        (lambda: added(without(replicated(), 1, "0F3"), 0, "0F3", before="0B2"), "0F3 stands on rank 0, but of the 2 "
-         "replicas of stage 0 number 1, rank 1, takes that microbatch", "0F3"),
-        (lambda: added(without(replicated(), 0, "0B2"), 1, "0B2", before="0B3"), "0B2 stands on rank 1, but of the 2 "
-         "replicas of stage 0 number 0, rank 0, takes that microbatch", "0B2"),
-        (lambda: added(replicated(), 2, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 stands on rank 2, but stage 0 lives on rank "
-         "0 and 1", "0REDUCE_GRAD0"),
-        (lambda: replace(good(), ties={0: (0,)}), "tied weights of stage 0 are borrowed by stages (0,)", ""),
-        (lambda: replace(good(), ties={2: (1,)}), "tied weights of stage 2 are borrowed by stages (1,)", ""),
-        (lambda: replace(good(), ties={0: (3,)}), "tied weights of stage 0 are borrowed by stages (3,)", ""),
-        (lambda: added(good(tied=False), 2, "0SEND_TIED_G0"), "stage 0 is borrowed by no rank", "0SEND_TIED_G0"),
-        (lambda: added(without(vee(), 1, "2F1"), 0, "2F1"), "2F1 stands on rank 0, but stage 2 lives on rank 1", "2F1"),
+        lambda: added(good(), 0, "1F0", before="0F1"),
+        lambda: added(good(), 1, "7F0", before="1F0"),
+        lambda: added(good(), 1, "0RECV_TIED_W1"),
+        lambda: good().with_programs(good().programs[:2]),
+        lambda: good().with_programs([*good().programs, ()]),
+        lambda: replace(good(), placement=((0,), (1,), (2, 3))),
+        lambda: replace(good(), placement=((0,), (1,), ())),
+        lambda: replace(good(), placement=((0,), (1,), (2, 2))),
+        lambda: added(without(replicated(), 1, "0F3"), 0, "0F3", before="0B2"),
+        lambda: added(without(replicated(), 0, "0B2"), 1, "0B2", before="0B3"),
+        lambda: added(replicated(), 2, "0REDUCE_GRAD0"),
+        lambda: replace(good(), ties={0: (0,)}),
+        lambda: replace(good(), ties={2: (1,)}),
+        lambda: replace(good(), ties={0: (3,)}),
+        lambda: added(good(tied=False), 2, "0SEND_TIED_G0"),
+        lambda: added(without(vee(), 1, "2F1"), 0, "2F1"),
     ],
     "indices": [
-        (lambda: added(good(), 1, "1F9"), "1F9: there is no microbatch 9 with 4 microbatches", "1F9"),
-        (lambda: added(good(), 1, "1STEP1"), "1STEP1: there is no update 1", "1STEP1"),
-        (lambda: added(good(), 0, "0SEND_TIED_W0", before="0F0"), "there is no version 0", "0SEND_TIED_W0"),
-        (lambda: added(halves(), 1, "1I7"), "1I7: there is no microbatch 7", "1I7"),
-        (lambda: added(halves(), 1, "1W4"), "1W4: there is no microbatch 4", "1W4"),
-        (lambda: added(good(), 1, "1R4", before="1B3"), "1R4: there is no microbatch 4", "1R4"),
-        (lambda: added(synchronised(), 1, "1USE5"), "1USE5: there is no version 5", "1USE5"),
-        (lambda: added(replicated_stream(), 1, "0REDUCE_GRAD2"), "0REDUCE_GRAD2: there is no update 2 with 4 "
-         "microbatches and an update every 2", "0REDUCE_GRAD2"),
+        lambda: added(good(), 1, "1F9"),
+        lambda: added(good(), 1, "1STEP1"),
+        lambda: added(good(), 0, "0SEND_TIED_W0", before="0F0"),
+        lambda: added(halves(), 1, "1I7"),
+        lambda: added(halves(), 1, "1W4"),
+        lambda: added(good(), 1, "1R4", before="1B3"),
+        lambda: added(synchronised(), 1, "1USE5"),
+        lambda: added(replicated_stream(), 1, "0REDUCE_GRAD2"),
     ],
     "completeness": [
-        (lambda: without(good(), 1, "1F2"), "1F2 is missing: stage 1 has no forward of microbatch 2", "1B2"),
-        (lambda: without(good(), 2, "2B3"), "2B3 is missing: stage 2 has no backward of microbatch 3", "end"),
-        (lambda: added(good(), 0, "0B0", before="0B1"), "0B0 stands 2 times", "0B0"),
-        (lambda: without(vee(), 1, "2B1"), "2B1 is missing: stage 2 has no backward", "end"),
-        (lambda: without(halves(), 1, "1I2"), "1I2 is missing: stage 1 has no input half", "1W2"),
-        (lambda: without(halves(), 1, "1W2"), "1W2 is missing: stage 1 has no weight half", "1I2"),
-        (lambda: added(halves(), 1, "1W2"), "1W2 stands 2 times", "1W2"),
-        (lambda: added(halves(), 1, "1B2"), "1B2 stands in the programs beside its halves", "1B2"),
-        (lambda: added(good(), 1, "1I2"), "1B2 stands in the programs beside its halves", "1B2"),
-        (lambda: added(vee(), 0, "0R0", before="0B0"), "0R0 stands 2 times", "0R0"),
+        lambda: without(good(), 1, "1F2"),
+        lambda: without(good(), 2, "2B3"),
+        lambda: added(good(), 0, "0B0", before="0B1"),
+        lambda: without(vee(), 1, "2B1"),
+        lambda: without(halves(), 1, "1I2"),
+        lambda: without(halves(), 1, "1W2"),
+        lambda: added(halves(), 1, "1W2"),
+        lambda: added(halves(), 1, "1B2"),
+        lambda: added(good(), 1, "1I2"),
+        lambda: added(vee(), 0, "0R0", before="0B0"),
     ],
     "updates": [
-        (lambda: without(good(), 1, "1STEP0"), "stage 1 makes 0 of 1 updates", "end"),
-        (lambda: moved(good(), 2, "2STEP0", before="2B3"), "of microbatches 0 to 3; those missing are [3]", "2STEP0"),
-        (lambda: moved(stream(), 2, "2STEP0", before="2STEP1"),
-         "of microbatch 0; those of other updates are [1]", "2STEP0"),
-        (lambda: swapped(stream(), 0, "0STEP1", "0STEP2"), "0STEP2 comes where update 1 of stage 0 is due", "0STEP2"),
-        (lambda: added(good(), 1, "1STEP0"), "1STEP0 comes where update 1 of stage 1 is due", "1STEP0"),
-        (lambda: moved(halves(), 1, "1STEP0", before="1W3"), "those missing are [3]", "1STEP0"),
-        (lambda: without(vee(), 1, "2STEP0"), "stage 2 makes 0 of 1 updates", "end"),
-        (lambda: replace(moved(build("gpipe", Layout.LOOP(1), 3), 0, "0STEP0", before="0B2"), update_every=2,
-                         flush=False), "stage 0 makes 1 of 2 updates", "end"),
-        (lambda: replace(stream(), flush=True), "0STEP0 with 2 microbatches in flight", "0STEP0"),
-        (lambda: without(replicated_stream(), 1, "0STEP1"), "stage 0 on rank 1 makes 1 of 2 updates", "end"),
-        (lambda: moved(replicated_stream(), 1, "0STEP0", before="0STEP1"), "0STEP0 must use the gradients of "
-         "microbatch 1; those of other updates are [3]", "0STEP0"),
-        (lambda: swapped(replicated_stream(), 0, "0STEP0", "0STEP1"),
-         "0STEP1 comes where update 0 of stage 0 on rank 0 is due", "0STEP1"),
+        lambda: without(good(), 1, "1STEP0"),
+        lambda: moved(good(), 2, "2STEP0", before="2B3"),
+        lambda: moved(stream(), 2, "2STEP0", before="2STEP1"),
+        lambda: swapped(stream(), 0, "0STEP1", "0STEP2"),
+        lambda: added(good(), 1, "1STEP0"),
+        lambda: moved(halves(), 1, "1STEP0", before="1W3"),
+        lambda: without(vee(), 1, "2STEP0"),
+        lambda: replace(moved(build("gpipe", Layout.LOOP(1), 3), 0, "0STEP0", before="0B2"), update_every=2,
+                        flush=False),
+        lambda: replace(stream(), flush=True),
+        lambda: without(replicated_stream(), 1, "0STEP1"),
+        lambda: moved(replicated_stream(), 1, "0STEP0", before="0STEP1"),
+        lambda: swapped(replicated_stream(), 0, "0STEP0", "0STEP1"),
     ],
     "used_versions": [
-        (lambda: swapped(synchronised(), 1, "1USE1", "1USE2"),
-         "1USE2: stage 1 has made version 1 at most by then", "1USE2"),
-        (lambda: added(synchronised(), 1, "1USE0", before="1F3"), "1USE0 goes back behind version 2", "1USE0"),
-        (lambda: moved(synchronised(), 1, "1USE0", before="1F1"), "1USE0 goes back behind version 1", "1USE0"),
+        lambda: swapped(synchronised(), 1, "1USE1", "1USE2"),
+        lambda: added(synchronised(), 1, "1USE0", before="1F3"),
+        lambda: moved(synchronised(), 1, "1USE0", before="1F1"),
     ],
     "reductions": [
-        (lambda: without(replicated(), 1, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 is missing on rank 1", "0NORM0"),
-        (lambda: added(replicated(), 1, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 stands 2 times in the program of rank 1",
-         "0REDUCE_GRAD0"),
-        (lambda: moved(replicated(), 1, "0REDUCE_GRAD0", before="0B3"), "0REDUCE_GRAD0 on rank 1 must stand between "
-         "the last weight gradient of its update and 0NORM0", "0REDUCE_GRAD0"),
-        (lambda: moved(replicated(), 0, "0REDUCE_GRAD0", before="0STEP0"), "0REDUCE_GRAD0 on rank 0 must stand between "
-         "the last weight gradient of its update and 0NORM0", "0REDUCE_GRAD0"),
-        (lambda: swapped(replicated_stream(), 0, "0REDUCE_GRAD0", "0STEP0"), "0REDUCE_GRAD0 on rank 0 must stand "
-         "between the last weight gradient of its update and 0STEP0", "0REDUCE_GRAD0"),
-        (lambda: without(prove("1f1b", ((0, 1),), 4), 0, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 is missing on rank 0",
-         "0STEP0"),
+        lambda: without(replicated(), 1, "0REDUCE_GRAD0"),
+        lambda: added(replicated(), 1, "0REDUCE_GRAD0"),
+        lambda: moved(replicated(), 1, "0REDUCE_GRAD0", before="0B3"),
+        lambda: moved(replicated(), 0, "0REDUCE_GRAD0", before="0STEP0"),
+        lambda: swapped(replicated_stream(), 0, "0REDUCE_GRAD0", "0STEP0"),
+        lambda: without(prove("1f1b", ((0, 1),), 4), 0, "0REDUCE_GRAD0"),
     ],
     "norms": [
-        (lambda: without(replicated(), 1, "0NORM0"), "0NORM0 is missing on rank 1", "0STEP0"),
-        (lambda: without(good(), 1, "1NORM0"), "1NORM0 is missing", "1STEP0"),
-        (lambda: moved(halves(), 1, "1NORM0", before="1W3"), "1NORM0 on rank 1 must stand between", "1NORM0"),
-        (lambda: moved(vee(), 1, "2NORM0", before="2STEP0"),
-         "2NORM0 on rank 1 must stand between the last weight gradient of its update and 1STEP0", "2NORM0"),
-        (lambda: moved(good(), 1, "1NORM0"), "1NORM0 on rank 1 must stand between", "1NORM0"),
-        (lambda: moved(good(), 1, "1NORM0", before="1B3"), "1NORM0 on rank 1 must stand between", "1NORM0"),
+        lambda: without(replicated(), 1, "0NORM0"),
+        lambda: without(good(), 1, "1NORM0"),
+        lambda: moved(halves(), 1, "1NORM0", before="1W3"),
+        lambda: moved(vee(), 1, "2NORM0", before="2STEP0"),
+        lambda: moved(good(), 1, "1NORM0"),
+        lambda: moved(good(), 1, "1NORM0", before="1B3"),
     ],
     "matching": [
-        (lambda: without(good(), 0, "0SEND_F1"), "1RECV_F1 on rank 1 has no 0SEND_F1 on rank 0", "1RECV_F1"),
-        (lambda: without(good(), 1, "1RECV_B2"), "2SEND_B2 on rank 2 has no 1RECV_B2 on rank 1", "2SEND_B2"),
-        (lambda: without(good(), 2, "0SEND_TIED_G0"), "0RECV_TIED_G0 on rank 0 has no 0SEND_TIED_G0 on rank 2",
-         "0RECV_TIED_G0"),
-        (lambda: without(good(), 2, "0RECV_TIED_W1"), "0SEND_TIED_W1 on rank 0 has no 0RECV_TIED_W1 on rank 2",
-         "0SEND_TIED_W1"),
-        (lambda: added(good(), 1, "1SEND_F0", before="1SEND_B0"), "1SEND_F0 stands more than once on rank 1",
-         "1SEND_F0"),
-        (lambda: without(vee(), 0, "0RECV_TIED_G0"), "0SEND_TIED_G0 on rank 0 has no 0RECV_TIED_G0 on rank 0",
-         "0SEND_TIED_G0"),
-        (lambda: without(vee({0: (2, 3)}), 1, "0RECV_TIED_W1"),
-         "0SEND_TIED_W1 on rank 0 has no 0RECV_TIED_W1 on rank 1", "0SEND_TIED_W1"),
-        (lambda: added(vee(), 1, "1SEND_F0", before="2F0"), "1SEND_F0 on rank 1 has no other rank at its other end",
-         "1SEND_F0"),
-        (lambda: without(replicated(), 1, "0RECV_TIED_G0"), "0SEND_TIED_G0 on rank 2 has no 0RECV_TIED_G0 on rank 1",
-         "0SEND_TIED_G0"),
-        (lambda: added(good(), 0, "0SEND_B0"), "0SEND_B0 on rank 0 has no other rank at its other end", "0SEND_B0"),
+        lambda: without(good(), 0, "0SEND_F1"),
+        lambda: without(good(), 1, "1RECV_B2"),
+        lambda: without(good(), 2, "0SEND_TIED_G0"),
+        lambda: without(good(), 2, "0RECV_TIED_W1"),
+        lambda: added(good(), 1, "1SEND_F0", before="1SEND_B0"),
+        lambda: without(vee(), 0, "0RECV_TIED_G0"),
+        lambda: without(vee({0: (2, 3)}), 1, "0RECV_TIED_W1"),
+        lambda: added(vee(), 1, "1SEND_F0", before="2F0"),
+        lambda: without(replicated(), 1, "0RECV_TIED_G0"),
+        lambda: added(good(), 0, "0SEND_B0"),
     ],
     "precedence": [
-        (lambda: moved(good(), 1, "1RECV_F1", before="1SEND_F1"),
-         "1F1 on rank 1 needs 1RECV_F1 before it, which comes only later in the row", "1F1"),
-        (lambda: swapped(good(), 2, "2B1", "2SEND_B1"), "2SEND_B1 on rank 2 needs 2B1 before it", "2SEND_B1"),
-        (lambda: swapped(good(), 2, "2F1", "2B1"), "2B1 on rank 2 needs 2F1 before it", "2B1"),
-        (lambda: swapped(halves(), 2, "2I1", "2W1"), "2W1 on rank 2 needs 2I1 before it", "2W1"),
-        (lambda: swapped(halves(), 2, "2I1", "2SEND_B1"), "2SEND_B1 on rank 2 needs 2I1 before it", "2SEND_B1"),
-        (lambda: moved(halves(), 2, "0SEND_TIED_G0", before="2W3"), "0SEND_TIED_G0 on rank 2 needs 2W3",
-         "0SEND_TIED_G0"),
-        (lambda: moved(vee(), 0, "0R0", before="0F0"), "0R0 on rank 0 needs 0F0 before it", "0R0"),
-        (lambda: moved(vee(), 0, "0R0", before="0B1"), "0B0 on rank 0 needs 0R0 before it", "0B0"),
-        (lambda: moved(good(), 0, "0RECV_B0", before="0F0"), "0RECV_B0 on rank 0 needs 0F0 before it", "0RECV_B0"),
-        (lambda: swapped(vee(), 1, "1F1", "2F1"), "2F1 on rank 1 needs 1F1 before it", "2F1"),
-        (lambda: swapped(vee(), 1, "1B1", "2B1"), "1B1 on rank 1 needs 2B1 before it", "1B1"),
-        (lambda: moved(vee(norm=False), 0, "0SEND_TIED_G0"), "0STEP0 on rank 0 needs 0SEND_TIED_G0 before it",
-         "0STEP0"),
-        (lambda: moved(shared(), 0, "0RECV_TIED_W1"), "1F1 on rank 0 needs 0RECV_TIED_W1 before it", "1F1"),
-        (lambda: moved(shared(), 0, "0SEND_TIED_W1"), "1F1 on rank 0 needs 0SEND_TIED_W1 before it", "1F1"),
-        (lambda: moved(synchronised(), 1, "0RECV_TIED_W1"), "1F2 on rank 1 needs 0RECV_TIED_W1 before it", "1F2"),
-        (lambda: moved(good(), 0, "0RECV_TIED_G0", before="0STEP0"), "0NORM0 on rank 0 needs 0RECV_TIED_G0", "0NORM0"),
-        (lambda: moved(good(norm=False), 0, "0RECV_TIED_G0", before="0SEND_TIED_W1"),
-         "0STEP0 on rank 0 needs 0RECV_TIED_G0", "0STEP0"),
-        (lambda: swapped(good(), 0, "0SEND_TIED_W1", "0STEP0"), "0SEND_TIED_W1 on rank 0 needs 0STEP0",
-         "0SEND_TIED_W1"),
-        (lambda: moved(good(), 2, "0SEND_TIED_G0", before="2B3"), "0SEND_TIED_G0 on rank 2 needs 2B3",
-         "0SEND_TIED_G0"),
-        (lambda: moved(stream(), 2, "0RECV_TIED_W1"), "2F3 on rank 2 needs 0RECV_TIED_W1", "2F3"),
+        lambda: moved(good(), 1, "1RECV_F1", before="1SEND_F1"),
+        lambda: swapped(good(), 2, "2B1", "2SEND_B1"),
+        lambda: swapped(good(), 2, "2F1", "2B1"),
+        lambda: swapped(halves(), 2, "2I1", "2W1"),
+        lambda: swapped(halves(), 2, "2I1", "2SEND_B1"),
+        lambda: moved(halves(), 2, "0SEND_TIED_G0", before="2W3"),
+        lambda: moved(vee(), 0, "0R0", before="0F0"),
+        lambda: moved(vee(), 0, "0R0", before="0B1"),
+        lambda: moved(good(), 0, "0RECV_B0", before="0F0"),
+        lambda: swapped(vee(), 1, "1F1", "2F1"),
+        lambda: swapped(vee(), 1, "1B1", "2B1"),
+        lambda: moved(vee(norm=False), 0, "0SEND_TIED_G0"),
+        lambda: moved(shared(), 0, "0RECV_TIED_W1"),
+        lambda: moved(shared(), 0, "0SEND_TIED_W1"),
+        lambda: moved(synchronised(), 1, "0RECV_TIED_W1"),
+        lambda: moved(good(), 0, "0RECV_TIED_G0", before="0STEP0"),
+        lambda: moved(good(norm=False), 0, "0RECV_TIED_G0", before="0SEND_TIED_W1"),
+        lambda: swapped(good(), 0, "0SEND_TIED_W1", "0STEP0"),
+        lambda: moved(good(), 2, "0SEND_TIED_G0", before="2B3"),
+        lambda: moved(stream(), 2, "0RECV_TIED_W1"),
     ],
     "last_versions": [
-        (lambda: without(without(good(), 0, "0SEND_TIED_W1"), 2, "0RECV_TIED_W1"),
-         "rank 2 borrows the tied weights of stage 0 and never receives their last version 1", "end"),
-        (lambda: without(without(vee(), 0, "0SEND_TIED_W1"), 0, "0RECV_TIED_W1"),
-         "rank 0 borrows the tied weights of stage 0 and never receives their last version 1", "end"),
+        lambda: without(without(good(), 0, "0SEND_TIED_W1"), 2, "0RECV_TIED_W1"),
+        lambda: without(without(vee(), 0, "0SEND_TIED_W1"), 0, "0RECV_TIED_W1"),
     ],
     "borrowed_versions": [
-        (lambda: moved(build("pipedream", Layout.LOOP(2), 4, ties={0: (1,)}), 1, "1F3", before="1F2"),
-         "1F2 on rank 1 uses version 1 of the tied weights of stage 0, after a forward that uses version 2", "1F2"),
+        lambda: moved(build("pipedream", Layout.LOOP(2), 4, ties={0: (1,)}), 1, "1F3", before="1F2"),
     ],
     "channel_order": [
-        (lambda: moved(good("gpipe"), 0, "0SEND_F0", before="0F2"),
-         "rank 0 sends 0SEND_F1 to rank 1, which receives what 0SEND_F0 sends first", "0SEND_F1"),
-        (lambda: swapped(stream(), 2, "0RECV_TIED_W1", "0RECV_TIED_W2"),
-         "rank 0 sends 0SEND_TIED_W1 to rank 2, which receives what 0SEND_TIED_W2 sends first", "0SEND_TIED_W1"),
+        lambda: moved(good("gpipe"), 0, "0SEND_F0", before="0F2"),
+        lambda: swapped(stream(), 2, "0RECV_TIED_W1", "0RECV_TIED_W2"),
     ],
     "no_deadlock": [
-        (lambda: by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
-         "rank 0 stands before 0B0 and waits for 1SEND_B0 of rank 1; "
-         "rank 1 stands before 1F1 and waits for 0SEND_F1 of rank 0", "0B0"),
-        (lambda: edited(replicated_stream(6), 2, lambda texts: [  # the fifth before the second
+        lambda: by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
+        lambda: edited(replicated_stream(6), 2, lambda texts: [  # the fifth before the second
             texts.insert(texts.index("1F1"), texts.pop(texts.index(text)))
             for text in ("1RECV_F2", "1RECV_F4", "1F4")]),
-         "rank 0 stands before 0REDUCE_GRAD0 and waits for 0B1 of rank 1; "
-         "rank 1 stands before 0B1 and waits for 1SEND_B1 of rank 2; "
-         "rank 2 stands before 1F4 and waits for 0SEND_F4 of rank 0", "0REDUCE_GRAD0"),
-        (lambda: moved(moved(good(stages=2, tied=False), 0, "0RECV_B0", before="0B0"), 1, "1RECV_F1",
-                       before="1F1"),
-         "rank 0 stands before 0SEND_F1 and waits for 1RECV_F1 of rank 1; "
-         "rank 1 stands before 1SEND_B0 and waits for 0RECV_B0 of rank 0", "0SEND_F1"),
-        (lambda: moved(moved(stream(), 2, "0RECV_TIED_W1", before="0RECV_TIED_W3"), 2, "0RECV_TIED_W2",
-                       before="0RECV_TIED_W3"),
-         "rank 0 stands before 0SEND_TIED_W1 and waits for 0RECV_TIED_W1 of rank 2", "0SEND_TIED_W1"),
+        lambda: moved(moved(good(stages=2, tied=False), 0, "0RECV_B0", before="0B0"), 1, "1RECV_F1", before="1F1"),
+        lambda: moved(moved(stream(), 2, "0RECV_TIED_W1", before="0RECV_TIED_W3"), 2, "0RECV_TIED_W2",
+                      before="0RECV_TIED_W3"),
     ],
     "no_deadlock_in_one_order": [
-        (lambda: swapped(prove("interleaved", ((0, 1), (0, 1)), 4, norm=True), 1, "0REDUCE_GRAD0",
-                         "1REDUCE_GRAD0"),
-         "deadlock when a rank carries out one transfer at a time (nccl): rank 0 stands before 0REDUCE_GRAD0; "
-         "rank 1 stands before 1REDUCE_GRAD0", "0REDUCE_GRAD0"),
+        lambda: swapped(prove("interleaved", ((0, 1), (0, 1)), 4, norm=True), 1, "0REDUCE_GRAD0", "1REDUCE_GRAD0"),
     ],
     "weight_versions": [
-        (lambda: replace(stream(), versions=(2, 2, 1)),
-         "stage 0 holds 3 weight versions with staleness 0; the schedule states at most 2 and 1", "0STEP1"),
-        (lambda: replace(stream(), versions=(3, 1, 1)), "stage 1 holds 2 weight versions", "1STEP0"),
-        (lambda: moved(synchronised(), 1, "1USE1", before="1F2"),
-         "stage 1 holds 3 weight versions with staleness 0; the schedule states at most 2 and 1", "1STEP1"),
+        lambda: replace(stream(), versions=(2, 2, 1)),
+        lambda: replace(stream(), versions=(3, 1, 1)),
+        lambda: moved(synchronised(), 1, "1USE1", before="1F2"),
     ],
     "peak_activations": [
-        (lambda: replace(good("gpipe"), peak_activations=(4, 2, 4)),
-         "rank 1 holds the activations of 3 microbatch-stages; the schedule states at most 2", "1F2"),
-        (lambda: replace(vee(), peak_activations=(3, 3)), "rank 1 holds the activations of 4 microbatch-stages; the "
-         "schedule states at most 3", "2F1"),
+        lambda: replace(good("gpipe"), peak_activations=(4, 2, 4)),
+        lambda: replace(vee(), peak_activations=(3, 3)),
     ],
     "nothing_freed_is_used": [
-        (lambda: added(good(), 1, "1OFFLOAD2", before="1F3"),
-         "1B2 on rank 1 needs the saved activations of stage 1 and microbatch 2, which 1OFFLOAD2 has freed", "1B2"),
-        (lambda: added(halves(), 1, "1OFFLOAD2", before="1I2"), "1I2 on rank 1 needs the saved activations", "1I2"),
-        (lambda: added(good(), 1, "1OFFLOAD2", before="1B3"), "1OFFLOAD2 on rank 1 needs the saved activations of "
-         "stage 1 and microbatch 2, which 1B2 has freed", "1OFFLOAD2"),
-        (lambda: added(added(vee(), 0, "0OFFLOAD0", before="0B0"), 0, "0FETCH0", before="0B0"),
-         "0B0 on rank 0 needs the recomputed activations of stage 0 and microbatch 0, which 0OFFLOAD0 has freed",
-         "0B0"),
+        lambda: added(good(), 1, "1OFFLOAD2", before="1F3"),
+        lambda: added(halves(), 1, "1OFFLOAD2", before="1I2"),
+        lambda: added(good(), 1, "1OFFLOAD2", before="1B3"),
+        lambda: added(added(vee(), 0, "0OFFLOAD0", before="0B0"), 0, "0FETCH0", before="0B0"),
     ],
     "gathered_weights": [
-        (lambda: without(without(owned(), 0, "0GATHER_W0"), 1, "0GATHER_W0"),
-         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0SEND_TIED_W1", "0SEND_TIED_W1"),
-        (lambda: without(without(owned(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
-         "0GATHER_W1 is missing on rank 0 between 0STEP1 and 0SEND_TIED_W2", "0SEND_TIED_W2"),
-        (lambda: moved(moved(owned(), 0, "0GATHER_W0", before="0GATHER_W1"), 1, "0GATHER_W0", before="0GATHER_W1"),
-         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0SEND_TIED_W1", "0SEND_TIED_W1"),
-        (lambda: swapped(owned(), 0, "0GATHER_W0", "0SEND_TIED_W1"),
-         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0SEND_TIED_W1", "0SEND_TIED_W1"),
-        (lambda: without(without(gathered(), 0, "0GATHER_W0"), 1, "0GATHER_W0"),
-         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0F6", "0F6"),
-        (lambda: without(without(gathered(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
-         "0GATHER_W1 is missing on rank 0 between 0STEP1 and the end", "end"),
-        (lambda: added(added(gathered(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
-         "0GATHER_W1 on rank 0 does not follow the step of its update", "0GATHER_W1"),
+        lambda: without(without(owned(), 0, "0GATHER_W0"), 1, "0GATHER_W0"),
+        lambda: without(without(owned(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
+        lambda: moved(moved(owned(), 0, "0GATHER_W0", before="0GATHER_W1"), 1, "0GATHER_W0", before="0GATHER_W1"),
+        lambda: swapped(owned(), 0, "0GATHER_W0", "0SEND_TIED_W1"),
+        lambda: without(without(gathered(), 0, "0GATHER_W0"), 1, "0GATHER_W0"),
+        lambda: without(without(gathered(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
+        lambda: added(added(gathered(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
     ],
     "slices": [
-        (lambda: Schedule("mine", ((0,),), (parsed("0F0 0F1 0B1 0B0 0STEP0 0F2 0F3 0B3 0B2 0STEP1"),), 4, 2,
-                          flush=False, peak_activations=(2,), versions=(1,), ties={}, slices=2),
-         "every microbatch has 2 slices, but there are steps between them", ""),
+        lambda: Schedule("mine", ((0,),), (parsed("0F0 0F1 0B1 0B0 0STEP0 0F2 0F3 0B3 0B2 0STEP1"),), 4, 2,
+                         flush=False, peak_activations=(2,), versions=(1,), ties={}, slices=2),
     ],
 }
 
 
-@pytest.mark.parametrize(("rule", "broken", "text", "marked"),
-                         [(rule, *case) for rule, cases in BROKEN.items() for case in cases])
-def test_a_broken_rule(rule: str, broken: Callable[[], Schedule], text: str, marked: str) -> None:
-    schedule = broken()
-    deps = Graph(schedule)
-    for kept in RULES[:[one.__name__ for one in RULES].index(rule)]:
-        kept(deps)
-    with pytest.raises(CheckError) as raised:
-        check(schedule)
-    what, *grid, hint = str(raised.value).splitlines()
-    assert what.startswith(f"error: schedule '{schedule.name}': ")
-    assert text in what
-    assert [row.split()[:2] for row in grid] == [["rank", str(rank)] for rank in range(len(grid))]
-    assert len(grid) >= len(schedule.programs)
-    assert hint.startswith("hint: ")
-    rows = " ".join(" ".join(row.split()) for row in grid)
-    assert f"{marked} <-- here" in rows if marked else "<-- here" not in rows
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule(rule: str) -> None:
+    texts = []
+    for broken in BROKEN[rule]:
+        schedule = broken()
+        deps = Graph(schedule)
+        for kept in RULES[:[one.__name__ for one in RULES].index(rule)]:
+            kept(deps)
+        texts.append(refusal(check, schedule, kind=CheckError))
+    assert_golden(__file__, rule, texts)
 
 
 def test_every_rule_has_an_example() -> None:
     assert [rule.__name__ for rule in RULES] == list(BROKEN)
-
-
-def test_a_deadlock_text() -> None:
-    with pytest.raises(CheckError) as raised:
-        check(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
-    assert str(raised.value).splitlines() == [
-        "error: schedule 'gpipe': deadlock when sends never wait (buffered): rank 0 stands before 0B0 and waits for "
-        "1SEND_B0 of rank 1; rank 1 stands before 1F1 and waits for 0SEND_F1 of rank 0",
-        "rank 0 0F0      0SEND_F0 0RECV_B0 0B0 <-- here 0F1 0SEND_F1 0RECV_B1 0B1      0STEP0",
-        "rank 1 1RECV_F0 1RECV_F1 1F0      1F1 <-- here 1B0 1SEND_B0 1B1      1SEND_B1 1STEP0",
-        "hint: move the awaited actions forward in their programs, or the waiting ones back"]
 
 
 PROVED = schedules(["gpipe", "1f1b", "zb_h1", "interleaved_zb", "looped_bfs", "zb_v", "pipedream", "2bw"])

@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from test_checker import BROKEN
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
@@ -221,17 +220,8 @@ def of_random(group: int) -> str:
     return digest(texts())
 
 
-def of_broken(count: int | None = None) -> list[str]:
-    cases = [case for cases in BROKEN.values() for case in cases]
-    return [digest(iter([verdict(case[0]())])) for case in cases[:count]]
-
-
 def of_registered_pairs(count: int | None = None) -> list[str]:
     return [each for pair in islice(of_registered(), count) for each in pair]
-
-
-def test_the_texts_of_schedules_broken_by_hand() -> None:
-    assert of_broken(len(OLD["broken by hand"])) == OLD["broken by hand"]
 
 
 def test_some_registered_schedules() -> None:
@@ -252,5 +242,5 @@ def test_all_of_them() -> None:
 
 
 if __name__ == "__main__":
-    json.dump({"broken by hand": of_broken(), "registered": of_registered_pairs(),
+    json.dump({"registered": of_registered_pairs(),
                "at random": [of_random(group) for group in range(RANDOM // PER_DIGEST)]}, sys.stdout, indent=0)
