@@ -315,8 +315,7 @@ def test_links_resolve(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     # Not examples of what a reader would add, which hold <...>.
     named = re.findall(r"`((?:tests|vpipe|configs|docs)/[\w./=-]+)`", page.read_text())
-    assert not [name for name in named if not (ROOT / name).exists()
-                and not removed(ROOT / name)]
+    assert not [name for name in named if not (ROOT / name).exists() and not removed(ROOT / name)]
 
 
 def commands() -> Iterator[tuple[str, str]]:

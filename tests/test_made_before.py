@@ -100,8 +100,7 @@ def test_a_run_is_resumed(run: str, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("partition", [[2, 2], [1, 2, 1], [4]])
 def test_a_checkpoint_is_loaded(partition: list[int]) -> None:
     job = job_of()
-    pipe = Pipeline(job.model, Update(job.optimizer, grad_clip=1.0), stages=partition, schedule="1f1b",
-                    microbatches=4)
+    pipe = Pipeline(job.model, Update(job.optimizer, grad_clip=1.0), stages=partition, schedule="1f1b", microbatches=4)
     position = pipe.load(Path("flush", "checkpoints", "step-2"))
     assert position.updates == 2
     assert trained(pipe, job, first=2) == pytest.approx(recorded("flush")[2:], rel=ROUNDING)

@@ -189,8 +189,7 @@ def test_the_map_draws_the_arrows_that_follow_from_no_others() -> None:
     assert set(drawn) == {(room, to) for room in rooms for to in graph[room]
                           if not any(to in imported_by(other) for other in graph[room])}
     folders = {room for room in MAY_IMPORT if (ROOT / room.replace(".", "/")).is_dir()}
-    assert rooms == {room for room in folders if not room.startswith("extras.")} | {
-        "pipeline", "app.verify", "app.cli"}
+    assert rooms == {room for room in folders if not room.startswith("extras.")} | {"pipeline", "app.verify", "app.cli"}
     named = set(re.findall(r"[\w]+", re.sub(r"<style.*</style>", "", picture, flags=re.DOTALL)))
     assert {room.rpartition(".")[2] for room in folders} <= named
 

@@ -37,8 +37,7 @@ def pipeline(schedule: Any = "1f1b", average: float | None = None) -> Pipeline:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     update = Update(lambda p: torch.optim.SGD(p, lr=0.1), average=average)
-    return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), update, stages=2,
-                    schedule=schedule, microbatches=4)
+    return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), update, stages=2, schedule=schedule, microbatches=4)
 
 
 def batches(number: int = 100) -> Iterator[dict[str, Tensor]]:

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.checkpoint.manifest import (
-    FORMAT,
-    ITEM_BYTES,
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    _checksum,
-)
+from vpipe.checkpoint.manifest import FORMAT, ITEM_BYTES, MANIFEST, FileEntry, Manifest, TensorEntry, _checksum
 from vpipe.errors import UserError
 
 ABOUT = Manifest(40, 1280, 7, data="f00d", config="model:\n  name: bert\n", arrangement={"partition": [2, 3]},

@@ -76,8 +76,7 @@ def test_a_host_that_does_not_see_the_folder_keeps_no_part_of_it(tmp_path: Path)
 
     def save(rank: int) -> None:
         with pytest.raises(RunError, match=r"could not save a checkpoint to '.*mine': No such file or directory"):
-            save_checkpoint(tmp_path / str(rank) / "mine", about(1), {f"model.{rank}": torch.ones(2)},
-                            of_rank[rank])
+            save_checkpoint(tmp_path / str(rank) / "mine", about(1), {f"model.{rank}": torch.ones(2)}, of_rank[rank])
         assert not list((tmp_path / str(rank)).iterdir())
         done.append(rank)
 

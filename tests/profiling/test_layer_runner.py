@@ -18,14 +18,7 @@ from vpipe.description.precision import Precision
 from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
-from vpipe.profiling.layer_runner import (
-    LayerCounts,
-    LayerInputs,
-    LayerRunner,
-    count_layer,
-    gradients_for,
-    read_later,
-)
+from vpipe.profiling.layer_runner import LayerCounts, LayerInputs, LayerRunner, count_layer, gradients_for, read_later
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.stage import Stage
 

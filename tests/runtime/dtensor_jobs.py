@@ -121,8 +121,7 @@ def refused_before_it_is_built() -> str:
         return parallel(mesh["pp"])(block)
 
     with pytest.raises(UserError) as error:
-        Pipeline(model(shared_out), lambda p: torch.optim.SGD(p, lr=0.1), stages=[2, 2],
-                 execution=Execution(mesh=mesh))
+        Pipeline(model(shared_out), lambda p: torch.optim.SGD(p, lr=0.1), stages=[2, 2], execution=Execution(mesh=mesh))
     return str(error.value)
 
 

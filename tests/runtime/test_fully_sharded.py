@@ -148,8 +148,7 @@ def counted(*, schedule: str, partition: Sequence[int]) -> dict[str, Any]:
 def test_weights_are_gathered_and_gradients_summed_once_per_update(world: World, schedule: str,
                                                                    partition: Sequence[int]) -> None:
     for found in world.run(counted, schedule=schedule, partition=partition):
-        assert found["calls"] == {"_allgather_base_": 2 * found["modules"],
-                                  "alltoall_base_": 2 * found["stages"]}
+        assert found["calls"] == {"_allgather_base_": 2 * found["modules"], "alltoall_base_": 2 * found["stages"]}
         assert found["held"] == 0
 
 

@@ -90,14 +90,6 @@ def test_evaluation_drains_an_asynchronous_pipeline_that_then_goes_on(world: Wor
     assert [step[0] for step in run["steps"]] == list(range(28 // arguments["update_every"]))
 
 
-def test_evaluation_between_flushes_changes_no_step(world: World) -> None:
-    arguments: dict[str, Any] = {"model": "rich", "schedule": "1f1b", "microbatches": 2, "partition": EVEN,
-                                 "samples": 4}
-    evaluated = same_everywhere(world, **arguments, evaluate_after=[0, 1])
-    assert len(set(evaluated["evaluations"])) == 2
-    assert evaluated["steps"] == jobs.train(**arguments)["steps"]
-
-
 @over(("gloo", {"schedule": "1f1b", "entered": 5}), ("gloo", {"schedule": "pipedream", "entered": 9}),
       ("gloo", {"schedule": "pipedream", "update_every": 2, "entered": 7}),
       ("nccl", {"schedule": "2bw", "microbatches": 4, "entered": 6}))

@@ -147,8 +147,7 @@ def test_a_rank_that_cannot_write_leaves_what_was_there(world: World, tmp_path: 
     before = tensors_of(tmp_path / "step")
     (tmp_path / "file").write_text("no folder")
     arguments = {key: RUN[key] for key in ("microbatches", "grad_clip")} | FLUSH
-    results = world.run(refused, folder=str(tmp_path / "x"), into=str(tmp_path / "file" / "step"),
-                        **arguments)
+    results = world.run(refused, folder=str(tmp_path / "x"), into=str(tmp_path / "file" / "step"), **arguments)
     assert results == results[:1] * 4
     is_users, said, trained = results[0]
     assert not is_users

@@ -21,8 +21,7 @@ def tied_to(owner: str, frozen: bool = False) -> Model:
     """A model whose head borrows a weight."""
     layers = list(untied_model().layers)
     build = layers[-1].build
-    layers[-1] = replace(layers[-1], ties={"decoder.weight": owner},
-                         build=lambda: build().requires_grad_(not frozen))
+    layers[-1] = replace(layers[-1], ties={"decoder.weight": owner}, build=lambda: build().requires_grad_(not frozen))
     return Model(layers, untied_model().batch)
 
 

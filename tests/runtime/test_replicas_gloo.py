@@ -77,13 +77,6 @@ def test_without_a_flush(world: World, rules: Mapping[str, bool] | None, argumen
     assert run["middle"] != run["state"]
 
 
-def test_leaving_the_loop_early_then_training_on(world: World) -> None:
-    """Steps 0 and 1 were seen; the pipeline had taken in microbatches of others, which were made, too."""
-    run = same(world, None, {"model": "rich", "schedule": "pipedream", "placement": MIDDLE, "microbatches": 4,
-                             "samples": 4, "batches": 14, "leave_after": 1, "more": 2})
-    assert run["steps"][2][0] > 2
-
-
 def test_a_replica_without_a_microbatch_takes_part(world: World) -> None:
     """Three replicas, streams of one microbatch; the only stage before them has nothing to train."""
     run = same(world, None, {"model": "frozen", "schedule": "pipedream", "placement": [[0], [1, 2, 3]],
@@ -146,14 +139,3 @@ def drifted() -> str:
     except RunError as error:
         return str(error)
     return "no error"
-
-
-def test_usage_of_every_replica_is_known_on_every_rank(world: World) -> None:
-    assert world.run(used) == [[[4, 4], [1, 1], [1, 1], [1, 1]]] * 4 == [used()] * 4
-
-
-def used() -> list[list[int]]:
-    """Versions and activations of every replica, stage after stage."""
-    pipe = jobs.pipeline(jobs.rich_model(), schedule="pipedream", placement=[[0], [1, 2, 3]], stages=2, microbatches=6)
-    list(pipe.train(jobs.rich_batches(3, 6)))
-    return [[u.versions, u.peak_activations] for u in pipe.engine.collectives.usage()]

@@ -50,8 +50,7 @@ def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
     if world is None:
         train(Job.from_config(load_config(run / "config.yaml")), run, ResumePoint(run, checkpoint))
     else:
-        said = world.run(train_in, folder=str(run),
-                         checkpoint=None if checkpoint is None else str(checkpoint))
+        said = world.run(train_in, folder=str(run), checkpoint=None if checkpoint is None else str(checkpoint))
         assert said == [None] * 4
 
 

@@ -7,22 +7,13 @@ from collections.abc import Iterable
 import pytest
 import torch
 from golden import refusal
-from models import Head, RawMatmul, Words, between, frozen_front, recurrent_model, rich_batches
+from models import Head, RawMatmul, Words, between, frozen_front, rich_batches
 from oracles import Momentum, equals_its_oracle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
-
-# -- through a pipeline --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recompute", [0.0, 1.0])
-def test_recurrent_layers_under_pipedream_equal_the_oracle(recompute: float) -> None:
-    equals_its_oracle(recurrent_model, rich_batches(12, 2), schedule="pipedream", partition=[1] * 5, microbatches=1,
-                      recompute=recompute, optimizer=Momentum())
-
 
 # -- references of a layer's own -----------------------------------------------------------------------
 

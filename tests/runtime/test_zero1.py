@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
-from oracles import Momentum, assert_same, assert_same_state, equals_its_oracle, oracle_of, pipeline_of, saved
+from oracles import Momentum, assert_same, assert_same_state, oracle_of, pipeline_of, saved
 from test_replicas import arranged, sent_beside_backwards
 from torch import Tensor, nn
 
@@ -31,12 +31,6 @@ def words(widths: Sequence[int], schedule: Mapping[str, Any], **more: Any) -> di
 
 
 # -- the numbers: test_compositions.py
-
-
-def test_both_directions() -> None:
-    """Every stage on two ranks, each with a copy of two."""
-    equals_its_oracle(rich_model, rich_batches(2, 8), schedule="chimera", microbatches=8, partition=[2, 2, 2, 2],
-                      grad_clip=0.5, zero1=True)
 
 
 def test_shares_leave_before_the_last_backward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

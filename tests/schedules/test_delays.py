@@ -10,8 +10,7 @@ from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
 
-PLACEMENTS = [Layout.LOOP(1), Layout.LOOP(4), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3,)),
-              ((0,), (1, 2, 3), (4, 5))]
+PLACEMENTS = [Layout.LOOP(1), Layout.LOOP(4), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3,)), ((0,), (1, 2, 3), (4, 5))]
 
 
 def delays(schedule: Schedule) -> list[tuple[float, int]]:

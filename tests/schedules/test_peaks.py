@@ -32,8 +32,7 @@ def test_memory_of_a_stage_after_each_action() -> None:
 
 def test_a_weight_half_needs_its_version_until_it_has_run() -> None:
     program = parsed("0F0 0I0 0F1 0W0 0STEP0 0I1 0W1")
-    assert [load[1:] for load in stage_loads(program, 0)] == [
-        (1, 0), (1, 0), (1, 0), (1, 0), (2, 0), (2, 1), (1, 0)]
+    assert [load[1:] for load in stage_loads(program, 0)] == [(1, 0), (1, 0), (1, 0), (1, 0), (2, 0), (2, 1), (1, 0)]
 
 
 def test_every_version_from_the_one_in_use_to_the_latest_is_held() -> None:

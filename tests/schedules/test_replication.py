@@ -135,8 +135,7 @@ def test_a_file_has_the_same_replicas(case: Case, lowered: bool) -> None:
         path = Path(folder) / "a.csv"
         path.write_text(schedule.to_csv())
         read = CsvFile.read(path).schedule
-    assert (read.programs, read.placement, read.microbatches) == (
-        schedule.programs, case.placement, case.microbatches)
+    assert (read.programs, read.placement, read.microbatches) == (schedule.programs, case.placement, case.microbatches)
     if max(map(schedule.updates, range(schedule.stages))) > 1:  # else the file of a stream is one with a flush
         assert (read.flush, read.update_every) == (schedule.flush, schedule.update_every)
     check(read)

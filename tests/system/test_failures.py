@@ -18,8 +18,7 @@ KILLED_SAYS = "died without a message, killed by signal 9 (SIGKILL)"
 PLACES = list(MOMENTS["pipedream"])
 KILLED = [("1f1b", moment, rank) for moment in PLACES for rank in range(RANKS)] + [
     ("pipedream", moment, number % RANKS) for number, moment in enumerate(PLACES)]
-STOPPED = [("pipedream" if number % 2 else "1f1b", moment, 2 - number % RANKS)
-           for number, moment in enumerate(PLACES)]
+STOPPED = [("pipedream" if number % 2 else "1f1b", moment, 2 - number % RANKS) for number, moment in enumerate(PLACES)]
 OUT_OF_MEMORY = [("1f1b" if number % 2 else "pipedream", moment, (number + 1) % RANKS)
                  for number, moment in enumerate(PLACES) if moment != "write"]
 

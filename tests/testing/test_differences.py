@@ -90,12 +90,6 @@ def test_plain_pytorch_is_compared_where_it_would_soon_be_another_run() -> None:
     assert abs(apart.losses[-1] - exact.run.losses[-1]) > 0.01 * exact.run.losses[-1]
 
 
-@pytest.mark.parametrize("optimizer", ["nadam", "muon"])
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
-def test_optimizers_are_what_the_oracles_say(name: str, optimizer: str, tmp_path: Path) -> None:
-    compared(job_of(tmp_path, parallel__schedule=name, training__optimizer=optimizer, training__weight_decay=0.1), 3)
-
-
 @pytest.mark.parametrize(("name", "precision", "words"), [
     ("1f1b", "bf16", " under torch.autocast(bfloat16)"),
     ("pipedream", "bf16_pure", " with bfloat16 layers and float32 master weights"),

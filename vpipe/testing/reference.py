@@ -101,8 +101,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     """
     partition = [len(model)] if partition is None else partition
     precision = recipe.precision
-    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
-                               recipe.device)
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision, recipe.device)
     reference.load(start.tensors)
     copies = reference.separate_tied_weights()
     parameters, masters = reference.parameters, reference.masters
@@ -188,8 +187,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     version_of = version_of or version_rule(RegisteredSchedule.DEFAULT_ASYNCHRONOUS)
     precision = recipe.precision
     assert not precision.dynamic, "without a flush a loss scale is fixed"
-    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
-                               recipe.device)
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision, recipe.device)
     sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn)
     layers = _CallInside(reference.layers)
     stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],

@@ -126,8 +126,7 @@ def test_one_wrong_value(at: Path) -> None:
         """The other sections."""
         return "".join(other + "\n" for other in GOOD.splitlines() if not other.startswith(line.split(":")[0] + ":"))
 
-    assert_golden(__file__, "values", {line: refusal(load, at, f"{line}\n{rest(line)}")
-                                       for line in WRONG.splitlines()})
+    assert_golden(__file__, "values", {line: refusal(load, at, f"{line}\n{rest(line)}") for line in WRONG.splitlines()})
 
 
 RULES = """\
@@ -181,8 +180,7 @@ parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [0]}"""
 
 
 def test_rules_across_keys(at: Path) -> None:
-    assert_golden(__file__, "rules", {line: refusal(load, at, GOOD, *line.split("; "))
-                                      for line in RULES.splitlines()})
+    assert_golden(__file__, "rules", {line: refusal(load, at, GOOD, *line.split("; ")) for line in RULES.splitlines()})
 
 
 def test_rules_of_several_sections_are_reported_together(at: Path) -> None:
@@ -319,8 +317,7 @@ def test_unreadable_text(at: Path) -> None:
     assert_golden(__file__, "unreadable", [refusal(load, at, text) for text in UNREADABLE])
 
 
-BEYOND = [
-    "trace: !!int abc", "trace: !mine abc", "trace: !mine {a: b}", "trace: &a [*a]", "[a]: 1"]
+BEYOND = ["trace: !!int abc", "trace: !mine abc", "trace: !mine {a: b}", "trace: &a [*a]", "[a]: 1"]
 
 
 def test_yaml_beyond_plain_values(at: Path) -> None:

@@ -144,8 +144,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings(folder: Path, tmp_path: Path) -> DatasetSettings:
-    return DatasetSettings(folder, sequence_length=16, vocab_size=300, cache_directory=tmp_path / "cache",
-                           fields=READS)
+    return DatasetSettings(folder, sequence_length=16, vocab_size=300, cache_directory=tmp_path / "cache", fields=READS)
 
 
 def corpus(*documents: Document) -> Corpus:

@@ -13,8 +13,7 @@ from vpipe.errors import RunError, UserError
 
 
 def state(host: str, *problems: str, status: int = 0, data: str = "d0") -> dict[str, Any]:
-    return {"host": host, "status": status, "data": data,
-            "problems": [[what, "mend it", None] for what in problems]}
+    return {"host": host, "status": status, "data": data, "problems": [[what, "mend it", None] for what in problems]}
 
 
 def test_all_that_is_wrong_is_said() -> None:

@@ -16,15 +16,7 @@ from vpipe.app.cli import main
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.launch.rank_env import ranks_of
-from vpipe.app.launch.restart import (
-    FILE,
-    Attempt,
-    Failure,
-    Starter,
-    fitted,
-    give_up_reason,
-    restart_point,
-)
+from vpipe.app.launch.restart import FILE, Attempt, Failure, Starter, fitted, give_up_reason, restart_point
 from vpipe.app.run_log import RunLog
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import failure_path, unlock_runs

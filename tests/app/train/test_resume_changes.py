@@ -59,8 +59,7 @@ def test_a_new_run_reports_the_weights_it_begins_with(one: Path, tmp_path: Path,
     start = find_resume_point(folder)
     prepare_run(start, Job.from_config(resumed_config(start, write_config(tmp_path), [])))
     unlock_runs()
-    assert capsys.readouterr().err.splitlines() == [
-        says.format(len(manifest.tensors)).replace("FOLDER", str(folder))]
+    assert capsys.readouterr().err.splitlines() == [says.format(len(manifest.tensors)).replace("FOLDER", str(folder))]
 
 
 def test_a_manifest_is_loaded_once_and_every_byte_is_hashed_once(one: Path, tmp_path: Path,

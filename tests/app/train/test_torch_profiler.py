@@ -31,8 +31,7 @@ def events(run: Path, name: str, step: int) -> list[dict[str, Any]]:
 
 def labelled(found: list[dict[str, Any]]) -> list[str]:
     """The labels of actions, sorted."""
-    return sorted(event["name"] for event in found if event["cat"] == "user_annotation"
-                  and event["name"][0].isdigit())
+    return sorted(event["name"] for event in found if event["cat"] == "user_annotation" and event["name"][0].isdigit())
 
 
 def within(outer: dict[str, Any], found: list[dict[str, Any]]) -> set[str]:

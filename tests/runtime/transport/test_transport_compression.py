@@ -167,13 +167,6 @@ def run(schedule: str, partition: list[int], codecs: str | list[str], **argument
                              compress=codecs, **DECAY_AND_CLIP, **arguments)[0]
 
 
-@pytest.mark.parametrize(("schedule", "codecs"), [
-    ("1f1b", "int8"), ("1f1b", ["int8_stochastic", "none", "bf16"]), ("gpipe", "int8_stochastic"), ("gpipe", "bf16"),
-    ("pipedream", "int8"), ("pipedream", "bf16"), ("pipedream", ["int8_stochastic", "none", "bf16"])])
-def test_a_run_equals_its_oracle_with_the_same_codec_at_the_cuts(schedule: str, codecs: str | list[str]) -> None:
-    run(schedule, [2, 3, 1, 2], codecs, recompute=[0.0, 1.0, 1.0, 0.5])
-
-
 @pytest.mark.parametrize(("schedule", "partition"), [("zb_v", [2, 2, 2, 2]), ("interleaved", [2, 2, 2, 2]),
                                                      ("zb_v", [4, 4])])
 def test_stages_on_one_rank_pass_their_tensors_as_they_are(schedule: str, partition: list[int]) -> None:

@@ -44,8 +44,7 @@ class Samples(Observer):
             for prompt in training.sample_prompts:
                 masked_ids(tokenizer, prompt, job.config.model.sequence_length)
         elif not job.learns_next_tokens:
-            raise UserError(f"{what} the model '{name}' predicts neither next nor masked tokens",
-                            hint="leave them out")
+            raise UserError(f"{what} the model '{name}' predicts neither next nor masked tokens", hint="leave them out")
 
     @classmethod
     def of_run(cls, run: Run) -> Self | None:

@@ -21,15 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vpipe.app.data.dataset import Field, HeldOutText, Split
-from vpipe.app.data.epoch import (
-    LABELS,
-    Array,
-    Rows,
-    check_batch_size,
-    check_split,
-    needed_fields,
-    seeded_generator,
-)
+from vpipe.app.data.epoch import LABELS, Array, Rows, check_batch_size, check_split, needed_fields, seeded_generator
 from vpipe.errors import UserError
 
 if TYPE_CHECKING:

@@ -71,8 +71,7 @@ def test_files_become_pairs_without_duplicates_and_none_is_on_both_sides(folder:
     assert not {source for source, _ in train} & {source for source, _ in test}
     assert len(test) == len(everything) // 20
     assert dataset.samples("train") == len(train)
-    assert dataset.lines == (f"pairs: {len(everything):,} of {folder}; {len(test)} held out",
-                             "left out: 1 duplicates")
+    assert dataset.lines == (f"pairs: {len(everything):,} of {folder}; {len(test)} held out", "left out: 1 duplicates")
     tokenizer = load_tokenizer(dataset.tokenizer_path or Path())
     assert [tokenizer.id_to_token(number) for number in (0, 1)] == ["<pad>", "</s>"]
     assert dataset.vocab_size == 300
