@@ -257,6 +257,13 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
     return tuple(views[rank] for rank in sorted(views))
 
 
+def check_no_warmup(file: str, warmup: Sequence[int] | None) -> None:
+    """Refuse forwards before the first backward for a schedule that is read from a file."""
+    if warmup is not None:
+        raise UserError(f"warmup_depth is {list(warmup)}, but '{file}' says the order of its actions",
+                        hint="leave warmup_depth out, or take a schedule by its name")
+
+
 def _groups(registered: RegisteredSchedule, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:
     """Return the stages per rank that a microbatch passes, the groups of replicas, and the generator's rank of each.
 

@@ -24,7 +24,6 @@ from vpipe.schedules.kinds import (
     VERSION,
     Kind,
     Needed,
-    Op,
     Value,
 )
 from vpipe.schedules.loads import rank_loads, stage_loads
@@ -123,7 +122,8 @@ def completeness(graph: Graph) -> None:
 
     Dropped activations are recomputed early at most once, as is everything else that generators yield.
     """
-    forward, whole, first, second = Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT
+    forward, whole = kinds.having("uses_version"), kinds.having("whole_backward")
+    first, second = kinds.having("first_half"), kinds.having("second_half")
     others = [kind for kind in kinds.known() if kind in graph.schedule.kinds and kind.generated and kind.per_microbatch
               and kind not in (forward, whole, first, second)]
     for action, spots in graph.where.items() if not all(kind.is_own for kind in graph.schedule.kinds) else ():

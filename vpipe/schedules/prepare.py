@@ -9,7 +9,7 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment, passes
-from vpipe.schedules.builder import build, freeze, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.graph import exchanged_at_updates
@@ -164,9 +164,7 @@ class ScheduleSpec:
             if asked != there:
                 raise UserError(f"'{file}' is a schedule of {there} {word}, not {asked}",
                                 hint=f"use {there} {word}, or another schedule")
-        if self.order.warmup is not None:
-            raise UserError(f"warmup_depth is {list(self.order.warmup)}, but '{file}' says the order of its actions",
-                            hint="leave warmup_depth out, or take a schedule by its name")
+        check_no_warmup(file, self.order.warmup)
         if self.cut.replicas > 1:
             raise UserError(f"{self.cut.replicas} replicas of the pipeline, but '{file}' says which ranks "
                             "there are", hint="leave the replicas out, or take a schedule by its name")
