@@ -7,7 +7,6 @@ ends the command with exit status 1. The command shows neither with a traceback.
 
 from __future__ import annotations
 
-import copyreg
 import errno
 import json
 import os
@@ -71,8 +70,8 @@ class VpipeError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the text and all fields for another process, with the user's lines, which a traceback has here."""
-        new: Any = vars(copyreg)["__newobj__"]  # object.__new__, not the arguments of a subclass's own __init__
-        return new, (type(self), *self.args), {**vars(self), "_frames": self.frames}
+        # Made without __init__, whose arguments a subclass may change.
+        return Exception.__new__, (type(self), *self.args), {**vars(self), "_frames": self.frames}
 
     def show(self) -> None:
         """Print it with those lines on stderr, and write it for the summary of torchrun."""

@@ -138,12 +138,14 @@ class Recorder:
         if self._device_times is not None and transport.ordered:  # else the host waits
             transport.device_waits = waits
         waited, started = transport.wait_s, self._now()
-        if counter is None:
-            run()
-        else:
-            _run_counted(run, counter)
+        try:
+            if counter is None:
+                run()
+            else:
+                _run_counted(run, counter)
+        finally:
+            transport.device_waits = None
         ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
-        transport.device_waits = None
         self.count += 1
         if op.uses_version or op.remembers or op.first_half:
             self._keep(op, stage, index)

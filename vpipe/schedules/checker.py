@@ -400,8 +400,7 @@ def peak_activations(graph: Graph) -> None:
 
 
 def no_deadlock(graph: Graph) -> None:
-    """Check that every rank reaches its end: when sends never wait, and when a send waits until its receive is posted.
-    """
+    """Check that every rank reaches its end, both when sends never wait and when each waits for its receive."""
     if graph.setting.is_lowered and not execute(graph, rendezvous=True)[1]:
         return  # sends that never wait hold up nobody else
     for rendezvous, kind in ((False, "never wait (buffered)"), (True, "wait for their receive (rendezvous)")):

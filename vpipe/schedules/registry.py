@@ -11,13 +11,13 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import vpipe.schedules.generators
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plugins import PluginGroup
 from vpipe.schedules.action import Action
-from vpipe.schedules.costs import Number
+from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import MOST_MICROBATCHES, Layout, Placement, PlacementRule, Size, default_warmup
 
@@ -46,9 +46,12 @@ Limits = Number | Sequence[Number | None] | None
 one number for all, or one per rank; None is no limit."""
 
 
-Search = Callable[..., Schedule]
-"""``search(placement, microbatches, costs, limits, chunks=None)`` finds an order over a placement; see
-:func:`~vpipe.schedules.search.search.search`."""
+class Search(Protocol):
+    """Find an order over a placement for ``microbatches``; see :func:`~vpipe.schedules.search.search.search`."""
+
+    def __call__(self, placement: Placement | int, microbatches: int,
+                 costs: Costs | Callable[[Placement], Costs] | None = None, limits: Limits = None, *,
+                 chunks: int | None = None) -> Schedule: ...
 
 
 @dataclass(frozen=True)

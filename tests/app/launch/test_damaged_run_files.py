@@ -52,7 +52,7 @@ def seen(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_file_cut_and_changed_at_every_byte(name: str, run: Path) -> None:
+def test_a_file_cut_or_changed_at_any_byte_ends_no_command_in_a_traceback(name: str, run: Path) -> None:
     assert failure_path(run, 1).name in FILES
     if name not in (RUNNING, LAUNCHED):
         (run / RUNNING).unlink()
@@ -64,7 +64,7 @@ def test_each_file_cut_and_changed_at_every_byte(name: str, run: Path) -> None:
 
 @pytest.mark.parametrize("value", [5, None, [0, 1], [["a"]], {"a": 1}, ["x"], "x", [], True, 1e400], ids=str)
 @pytest.mark.parametrize("name", ["ranks", "updates", "max_minutes", "planned_s"])
-def test_a_record_of_another_shape(name: str, value: Any, run: Path) -> None:
+def test_a_record_of_another_shape_ends_no_command_in_a_traceback(name: str, value: Any, run: Path) -> None:
     (run / FACTS).write_text(json.dumps(json.loads(FILES[FACTS]) | {name: value}))
     seen(run)
 
