@@ -284,7 +284,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 30_511, "testing": 2_144, "application": 22_047, "extras": 4_777, "tests": 54_534,
+BUDGETS = {"library": 30_511, "testing": 2_144, "application": 22_047, "extras": 4_777, "tests": 54_536,
            "vpipe": 59_479, "benchmarks": 8_400, "parameters of Pipeline": 9, "config keys": 102}
 """Ceilings, which fall; an issue alone may raise one: the most lines of every tier (tests/tier_sizes.py counts), and
 the most that users have to learn."""

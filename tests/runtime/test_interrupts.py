@@ -148,13 +148,12 @@ def test_a_batch_is_given_up_before_its_first_step_and_ended_after_it(keyboard: 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_an_interrupt_that_a_failing_layer_covers_is_raised(schedule: str) -> None:
-    keyboard = Keyboard("forward", 6)
-    keyboard.covers = True
-    pipe = pipeline(keyboard, schedule=schedule)
-    for act in (lambda: train(pipe, BATCHES), lambda: pipe.evaluate(BATCHES)):
-        keyboard.left = 6
+    acts: list[Callable[[Pipeline], Any]] = [lambda pipe: train(pipe, BATCHES), lambda pipe: pipe.evaluate(BATCHES)]
+    for act in acts:
+        keyboard = Keyboard("forward", 6)
+        keyboard.covers = True
         with pytest.raises(KeyboardInterrupt) as caught:
-            act()
+            act(pipeline(keyboard, schedule=schedule))
         assert isinstance(caught.value.__context__, RunError)
         assert "covered" in str(caught.value.__context__)
 

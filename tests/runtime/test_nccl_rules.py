@@ -161,7 +161,7 @@ def test_the_host_does_not_wait_for_what_a_stream_waits_for() -> None:
     """Given a timeout, nccl's wait would look for the end on the host."""
     transport = object.__new__(DistributedTransport)
     transport._device, transport._timeout = torch.device("cuda", 0), timedelta(seconds=7)
-    transport._groups = process_group.TensorGroups({})
+    transport._groups, transport.wait_s = process_group.TensorGroups({}), 0.0
     on_stream, on_host = Work(), Work()
     transport._wait([on_stream], on_host=False)
     transport._wait([on_host], on_host=True)

@@ -283,7 +283,10 @@ def test_stages_that_lanes_divide_hold_the_closed_form(world: World) -> None:
             held, recorded, summed = found[place]
             numbers = 2 * run["partition"][0]  # one for each of two parameters per layer: whether a lane has a gradient
             split = run["schedule"] == "zb_h1"  # whose activations are counted too high, see above
-            assert recorded - memory.peak + memory.working == (pytest.approx(0, abs=memory.activations) if split else 0)
+            # A plan counts twice, and a rank holds once, what a stage of the rank hands to the next on the same rank.
+            twice = 4 * SIDE if run["shape"][0] == 1 and len(run["partition"]) > 1 else 0
+            assert recorded + twice - memory.peak + memory.working == (
+                pytest.approx(0, abs=memory.activations) if split else 0)
             flags = 4 * numbers * run["shape"][1]  # that are sent, and arrive
             message = prediction.stages[0].memory.gradients + flags
             assert held == memory.peak - memory.activations + 2 * flags, run
