@@ -124,7 +124,7 @@ class Engine:
         self._stopped = 0  # calls of train that ended since a rank asked
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
-        self._in_flight: tuple[int, list[tuple[str, object]]] | None = None  # a step that was yielded, with marks
+        self._in_flight: tuple[int, list[tuple[object, ...]]] | None = None  # a step that was yielded, with marks
 
     def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
         """Return how many stages from the first on train nothing on any rank; the last is never one of them."""
@@ -343,7 +343,7 @@ class Engine:
             stage.check_frozen()
         self._check_unchanged()
 
-    def _marks(self) -> list[tuple[str, object]]:
+    def _marks(self) -> list[tuple[object, ...]]:
         return [*(mark for stage in self.local_stages for mark in stage.marks()),
                 *(("a parameter group of an optimizer", optimizer.options()) for optimizer in self._optimizers)]
 

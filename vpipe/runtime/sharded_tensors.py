@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor, sharded or replicated."""
     # What nobody has imported is not in use, and torch.distributed.tensor takes as long to import as all of vpipe.
-    module = sys.modules.get("torch.distributed.tensor")
+    module = None if type(tensor) in (Tensor, Parameter) else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 

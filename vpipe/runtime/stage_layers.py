@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import string_at
 from dataclasses import dataclass
 
 import torch
@@ -106,33 +107,39 @@ class StageLayers:
         share_modules(named, {self.layer_names[i]: model.layers[i].shared for i in spec.layers})
         self.modules = {i: named[name] for i, name in self.layer_names.items()}
         self._ties = {i: model.layers[i].ties for i in spec.layers}
-        self._share_ties()
+        self.frozen_ties = self._share_ties()
         self._weight_rounding = self.rounding if precision.pure else None  # other precisions round in autocast
         self.dtypes = {name: parameter.dtype for name, parameter in self.named_parameters()}
         masters = {} if self.rounding is None else self.rounding.convert(
             map(rounded_module, self.modules.values()), precision.pure)
         self.weights, self.borrowed = self._collect_weights(masters if precision.pure else None)
         self.all_weights = (self.weights, *self.borrowed.values())
-        self.frozen_ties = self._share_frozen_ties()
+        self._parts: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Module | None], int]] = []
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
         self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
                         for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
-    def _share_ties(self) -> None:
-        """Make tied parameters one object where both layers are in the stage.
+    def _share_ties(self) -> dict[str, nn.Parameter]:
+        """Make tied parameters one object where both layers are in the stage, or both are tied to the same one of
+        another stage that is not trained. Return the latter by their names there.
 
         Raises:
-            UserError: one does not exist, or they are of different shapes or dtypes; a parameter has hooks, and the one
-                that takes its place has none.
+            UserError: one does not exist, or they are of different kinds; a parameter has hooks, and the one that takes
+                its place has none.
         """
         at = {name: i for i, name in self.layer_names.items()}
+        frozen: dict[str, nn.Parameter] = {}
         for i, tied in self._ties.items():
             for own, target in tied.items():
                 full = f"{self.layer_names[i]}.{own}"
                 before = parameter_of(self.layer_names[i], self.modules[i], own)
                 owner = next((name for name in at if target.startswith(name + ".")), None)
-                if owner is None:
+                if owner is not None:
+                    shared = parameter_of(owner, self.modules[at[owner]], target[len(owner) + 1:])
+                elif before.requires_grad or full not in self.spec.borrowed:
                     continue
-                shared = parameter_of(owner, self.modules[at[owner]], target[len(owner) + 1:])
+                else:
+                    shared = frozen.setdefault(self.spec.borrowed[full][1], before)
                 check_alike({full: kind_of(before), target: kind_of(shared)})
                 set_parameter(self.modules[i], own, shared)
                 if before is not shared:
@@ -140,6 +147,7 @@ class StageLayers:
                         raise UserError(f"'{full}' has hooks, but '{target}' takes its place: they are tied",
                                         hint=f"register the hooks on '{target}'")
                     replace_parameter(before, full)
+        return frozen
 
     def _collect_weights(self, unrounded: Mapping[int, Tensor] | None) -> tuple[
             WeightVersions, dict[int, WeightVersions]]:
@@ -174,27 +182,6 @@ class StageLayers:
                 {owner: WeightVersions(borrowed_here[owner], slots_of_borrowed[owner])
                  for owner in sorted(borrowed_here)})
 
-    def _share_frozen_ties(self) -> dict[str, nn.Parameter]:
-        """Make parameters one object that are tied to the same one of another stage, where it is not trained.
-
-        Raises:
-            UserError: one does not exist, or they are of different kinds.
-        """
-        found: dict[str, nn.Parameter] = {}
-        for i, tied in self._ties.items():
-            for own in tied:
-                full = f"{self.layer_names[i]}.{own}"
-                parameter = parameter_of(self.layer_names[i], self.modules[i], own)
-                if full not in self.spec.borrowed or parameter.requires_grad:
-                    continue
-                target = self.spec.borrowed[full][1]
-                shared = found.setdefault(target, parameter)
-                if shared is not parameter:
-                    check_alike({full: kind_of(parameter), target: kind_of(shared)})
-                    set_parameter(self.modules[i], own, shared)
-                    replace_parameter(parameter, full)
-        return found
-
     @property
     def trains(self) -> bool:
         """Return whether a parameter of the stage, or one that it borrows, is trained."""
@@ -212,21 +199,30 @@ class StageLayers:
 
     def check_not_wrapped(self, when: str = "; it was not when the pipeline was built") -> None:
         """Refuse a layer that is wrapped, or sharded where the schedule does not gather weights."""
+        # This is asked in every update: modules are only walked again if one was exchanged.
+        if self._parts and all(type(part) is kind and part._modules == children and len(part._parameters) == count
+                               for part, kind, children, count in self._parts):
+            return
         for i, module in self.modules.items():
             if (wrapper := find_wrapper(self.layer_names[i], module, self.divided)) is not None:
                 raise UserError(f"{wrapper.what}{when}", hint=wrapper.hint)
+        parts = {f"{self.layer_names[i]}.{path}".removesuffix("."): part for i, module in self.modules.items()
+                 for path, part in module.named_modules(remove_duplicate=False)}
+        self._parts = [(part, type(part), dict(part._modules), len(part._parameters)) for part in parts.values()]
+        self._places = [(f"{path}.{own}", part._parameters, own) for path, part in parts.items()
+                        for own in part._parameters]
 
-    def marks(self) -> Iterator[tuple[str, object]]:
-        """Yield marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen by some
-        values of each, except on a device for which the host would wait."""
-        sampled: dict[int, bytes] = {}  # by memory, which masters and leaves mostly share
-        for name, p in (*self.weights.masters.items(), *self.named_parameters()):
-            memory = local(p).data_ptr()
-            if memory not in sampled and self.device.type == "cpu":
-                values = local(p).detach().reshape(-1)
-                sampled[memory] = values[::values.numel() // SAMPLED_VALUES | 1].contiguous().view(
-                    torch.uint8).numpy().tobytes()
-            yield f"'{name}'", (p._version, memory, sampled.get(memory))
+    def marks(self) -> list[tuple[object, ...]]:
+        """Return names with marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen
+        by some values of each, except on a device for which the host would wait."""
+        named = [*self.weights.masters.items(), *(
+            (name, p) for name, held, own in self._places if (p := held.get(own)) is not None)]
+        parts = [local(p) for _, p in named]
+        memory = [part.data_ptr() for part in parts]  # which masters and leaves mostly share
+        sampled = {at: _sample(part) for at, part in dict(zip(memory, parts, strict=True)).items()
+                   if at} if self.device.type == "cpu" else {}
+        return [(f"'{name}'", id(p), p._version, at, part.stride(), part.nbytes, sampled.get(at))
+                for (name, p), part, at in zip(named, parts, memory, strict=True)]
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""
@@ -323,3 +319,11 @@ def check_not_shared(stages: Iterable[StageLayers]) -> None:
                             hint="let every build function make a module of its own, and tie them: "
                                  "Layer(..., ties={...})")
         seen |= mine
+
+
+def _sample(values: Tensor) -> bytes:
+    """Return the bytes of a small tensor, or of some values of a large one."""
+    if (count := values.numel()) <= SAMPLED_VALUES and values.is_contiguous():
+        return string_at(values.data_ptr(), values.nbytes)  # in an eighth of the time
+    some = values.detach().reshape(-1)[::count // SAMPLED_VALUES | 1].contiguous()
+    return some.view(torch.uint8).numpy().tobytes()

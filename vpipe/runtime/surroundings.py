@@ -43,10 +43,11 @@ class Surroundings:
             yield
             return
         self.autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
-        self._given = partial(self._within, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.autocast)
+        given = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.autocast
+        self._given = partial(self._within, *given)
         cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
         try:
-            with self._within(True, False, None):
+            with nullcontext() if given == (True, False, None) else self._within(True, False, None):
                 yield
         finally:
             self._given = None
