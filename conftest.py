@@ -66,6 +66,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     assert not any(statuses), f"ranks ended with {statuses}"
 
 
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two ranks over gloo, for the whole session; they end in good order when it ends."""
+    from world import World
+
+    ranks = World(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    statuses = ranks.close()
+    assert not any(statuses), f"ranks ended with {statuses}"
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[World]:
     """Two ranks over gloo, for one test that makes them fail."""

@@ -304,11 +304,6 @@ def test_pauses_make_an_evaluation_be_of_an_exact_update(pauses: Any) -> None:
     assert losses != [step.loss for step in pipeline(stages=3, microbatches=4, schedule="pipedream").train(batches(4))]
 
 
-def test_pauses_of_a_flush_change_nothing() -> None:
-    assert [step.loss for step in pipeline(stages=3, microbatches=4).train(batches(3), pauses=1)] \
-        == [step.loss for step in pipeline(stages=3, microbatches=4).train(batches(3))]
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_stop_from_another_thread_ends_training_and_the_next_training_goes_on(schedule: str) -> None:
     pipe, indices = pipeline(stages=3, microbatches=4, schedule=schedule), []

@@ -36,27 +36,6 @@ def copies(name: str, ranks: int = 2) -> tuple[int, ...] | None:
     return widths if max(widths) > 1 else None
 
 
-@pytest.mark.parametrize(("name", "recompute"), [
-    *((name, [0.0, 1.0]) for name in FLUSH),
-    *((name, recompute) for name in ("gpipe", "1f1b", "zb_h1", "zb_v", "chimera") for recompute in (0.0, 1.0))])
-def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[float]) -> None:
-    partition = cut(name)
-    ratios = recompute if isinstance(recompute, float) else (recompute * len(partition))[:len(partition)]
-    equals_its_oracle(untied_model, rich_batches(2, 4), schedule=name, microbatches=4, partition=partition,
-                      recompute=ratios, **DECAY_AND_CLIP)
-
-
-@pytest.mark.parametrize(("name", "ranks"), [
-    (name, ranks) for name in FLUSH for ranks in (1, 4)
-    if ranks == 4 or (RegisteredSchedule.named(name).chunks > 1 and copies(name) is None)])
-def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
-    microbatches = 2 * max(ranks, 2)
-    batches = rich_batches(2, microbatches)
-    pipe, _ = equals_its_oracle(rich_model, batches, schedule=name, microbatches=microbatches, grad_clip=0.3,
-                                partition=cut(name, ranks), recompute=0.5, optimizer=Momentum())
-    assert pipe.evaluate(batches[:1]) == pipe.evaluate(batches[:1])
-
-
 @pytest.mark.parametrize(("name", "stages", "every", "recompute"), [
     (name, stages, every, recompute) for name in STREAMS
     for stages, every, recompute in ((2, 1, 0.6), (4, 1, 0.0), (2, 2, 0.0), (4, 2, 0.6), (4, 4, 0.0), (4, 8, 0.6))
@@ -189,12 +168,6 @@ def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_
     assert run(evaluate=True) == run(evaluate=False)
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
-    equals_its_oracle(rich_model, rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9), schedule=name,
-                      microbatches=MICROBATCHES, partition=cut(name), update_every=4)
-
-
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     """What PyTorch could have written, with a backward order of its own that still goes by microbatches."""
     file = tmp_path / "mine.csv"
@@ -208,12 +181,3 @@ def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path
     file.write_text(build("pipedream", Layout.LOOP(2), 4).to_csv())
     pipe, batches = pipeline_of(rich_model, schedule=str(file), partition=[3, 5]), rich_batches(3, 4)
     assert_same(pipe, list(pipe.engine.train(batches, updates=6)), oracle_of(pipe, batches[:2]))
-
-
-@pytest.mark.parametrize("name", sorted(set(RegisteredSchedule.names()) - {"gpipe"}))
-def test_evaluation_is_the_same_on_any_layout(name: str) -> None:
-    batches = rich_batches(2, MICROBATCHES)
-    losses = [Pipeline(rich_model(), AdamW(), stages=cut(schedule), schedule=schedule, microbatches=MICROBATCHES,
-                       seed=4).evaluate(batches) for schedule in ("gpipe", name)]
-    assert losses[0] == losses[1]
-    assert not torch.isnan(torch.tensor(losses)).any()

@@ -1,4 +1,4 @@
-"""Overflows, checkpoints and evaluations in every precision, bit for bit; runs are in test_compositions.py."""
+"""Overflows, checkpoints and evaluations in every precision, bit for bit; runs are in test_every_pair.py."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import Embed, Head, Mixed, RawMatmul, rich_batches, rich_model, untied_model
+from models import Embed, Head, Mixed, RawMatmul, rich_batches, rich_model
 from oracles import DECAY_AND_CLIP, AdamW, assert_same, equals_its_oracle, oracle_of, pipeline_of, saved
 from torch import Tensor
 
 from vpipe import Layer, Model
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
-from vpipe.testing import InitialState, ReferencePrecision, evaluate_oracle, reference_optimizer
+from vpipe.testing import InitialState, reference_optimizer
 
 REDUCED = ["bf16", "bf16_pure", "fp16"]
 
@@ -101,15 +101,3 @@ def test_a_run_goes_on_under_another_partition(schedules: tuple[str, str], preci
     steps = list(second.train(batches[2:]))
     start = InitialState(position.steps, position.microbatches, 0, tensors)
     assert_same(second, steps, oracle_of(second, batches[2:], start=start))
-
-
-@pytest.mark.parametrize("precision", REDUCED)
-def test_evaluation_is_that_of_the_whole_model_and_changes_nothing(precision: str) -> None:
-    words, held_out = arranged(precision, schedule="1f1b", partition=[3, 3, 2]), rich_batches(2, 8, seed=9)
-    pipe, steps, evaluated = pipeline_of(untied_model, **words), [], []
-    for step in pipe.train(rich_batches(2, 8)):
-        steps.append(step)
-        evaluated.append(pipe.evaluate(held_out))
-    assert_same(pipe, steps, oracle_of(pipe, rich_batches(2, 8)))
-    assert evaluated[-1] == evaluate_oracle(untied_model(), pipe.state_dict(), held_out, 4,
-                                            ReferencePrecision(precision))

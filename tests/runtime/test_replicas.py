@@ -116,7 +116,7 @@ def test_a_layer_that_draws_its_weights_outside_torch_is_found() -> None:
     ("pipedream", (2, 1, 2), 1, (4, 3, 0)), ("pipedream", (1, 3, 2), 2, (9, 2, 0)), ("pipedream", (3, 1), 1, (2, 0)),
     ("pipedream_vertical_sync", (2, 2), 1, (3, 0)), ("2bw", (1, 2), 4, (3, 0))])
 def test_more_forwards_ahead(schedule: str, widths: tuple[int, ...], every: int, warmup: tuple[int, ...]) -> None:
-    """Train on seven batches, evaluate, train on two more; other depths are in test_compositions.py."""
+    """Train on seven batches, evaluate, train on two more."""
     batches = rich_batches(9, 2 * every)
     _, steps = equals_its_oracle(rich_model, batches[:7], batches[7:], **arranged(
         8, widths, schedule, 2 * every, update_every=every, grad_clip=0.5, warmup_depth=warmup))

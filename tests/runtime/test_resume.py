@@ -98,14 +98,6 @@ def test_a_resumed_run_equals_one_never_interrupted(model: Callable[[], Model], 
         assert fresh.engine.position == again.engine.position
 
 
-@pytest.mark.parametrize("arguments", [{"schedule": "1f1b"}, {"schedule": "pipedream", **EXTRAPOLATED, **REPLICATED}])
-def test_saving_has_no_effect(arguments: dict[str, Any]) -> None:
-    batches = rich_batches(3, 8)
-    whole, again = pipeline(rich_model(), **arguments), pipeline(rich_model(), **arguments)
-    assert train(whole, batches, 1) == (train(again, batches, 1, [1, 2])[0], {})
-    same_bits(saved(again)[1], saved(whole)[1])
-
-
 OTHER_CUTS: list[dict[str, Any]] = [
     {"schedule": "gpipe", "partition": [8]}, {"schedule": "1f1b", "partition": [1, 6, 1], "recompute": 1.0},
     {"schedule": "zb_h1", "partition": [3, 3, 2]}, {"schedule": "interleaved"},

@@ -9,26 +9,12 @@ import pytest
 import torch
 from golden import refusal
 from models import rich_batches, rich_model
-from oracles import pipeline_of
-from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from oracles import averages_of, oracle_of, pipeline_of
 
-from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.testing import evaluate_oracle, references
+from vpipe.testing import evaluate_oracle
 
 DECAY = 0.75
-
-
-def expected(pipe: Pipeline, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """By torch's own step of an average, from the weights after every update of the oracle."""
-    start = pipeline_of(rich_model, stages=1).state_dict()
-    oracle = next(references(pipe.model, pipe.description, pipe.lowered, batches))
-    follow = get_ema_multi_avg_fn(DECAY)
-    for update in sorted(oracle.trajectory.values):
-        for name, value in oracle.trajectory.values[update].items():
-            follow([start[name]], [value], 1)
-    return start
 
 
 @pytest.mark.parametrize("words", [
@@ -41,7 +27,8 @@ def test_it_is_the_average_of_the_oracles_weights(tmp_path: Path, words: dict[st
     pipe = pipeline_of(rich_model, average=DECAY, **words)
     list(pipe.train(batches))
     weights, average = pipe.state_dict(), pipe.state_dict(averaged=True)
-    theirs = expected(pipe, batches)
+    begin = pipeline_of(rich_model, stages=1).state_dict()
+    theirs = averages_of(oracle_of(pipe, batches), begin, DECAY)
     assert list(average) == list(theirs)
     assert [name for name in theirs if not torch.equal(average[name], theirs[name])] == []
     assert any(not torch.equal(average[name], weights[name]) for name in weights)

@@ -30,7 +30,7 @@ def words(widths: Sequence[int], schedule: Mapping[str, Any], **more: Any) -> di
     return arranged(8, widths, **{"microbatches": 4, **schedule, "zero1": True, **more})
 
 
-# -- the numbers: test_compositions.py
+# -- the numbers: test_every_pair.py
 
 
 def test_shares_leave_before_the_last_backward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ class _DeviceTimes:
 class Recorder:
     """Record the actions of training of a worker, among whose ``around`` it is; ``USE`` as taking no time.
 
-    The bytes kept for backwards are counted for the first microbatches of every shape only.
+    The bytes kept for backwards are counted for the first microbatches of every shape only. Nothing is recorded while
+    microbatches are in flight whose forwards came before the recorder: their bytes are unknown.
 
     Attributes:
         count: actions recorded so far; after ``limit`` of them none is.
@@ -95,6 +96,7 @@ class Recorder:
         self._held, self._weighed = 0, dict[int, int]()
         self._gathered: dict[int, int] = {}  # bytes by stage
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._unknown = set[tuple[int, int]]()  # of those in flight
         self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
 
     @property
@@ -133,7 +135,10 @@ class Recorder:
             self._segment, self._held = worker.segment, 0
             self._gathered.clear()  # microbatches of a segment that failed
             self._in_flight.clear()
-        counter = self._counter_for(op, stage, index) if op.uses_version or op.remembers else None
+            self._unknown = set(worker.records)
+        counted = (op.per_microbatch and worker.segment.assignment.trains(stage)
+                   and (stage, index) not in self._unknown)
+        counter = self._counter_for(op, stage, index) if counted and (op.uses_version or op.remembers) else None
         transport, waits = worker.transport, list[tuple[torch.Event, torch.Event]]()
         if self._device_times is not None and transport.ordered:  # else the host waits
             transport.device_waits = waits
@@ -146,13 +151,16 @@ class Recorder:
         finally:
             transport.device_waits = None
         ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
-        self.count += 1
-        if op.uses_version or op.remembers or op.first_half:
+        if counted and (op.uses_version or op.remembers or op.first_half):
             self._keep(op, stage, index)
-        elif op.completes:
+        elif counted and op.completes:
             self._drop(stage, index)
         elif op.memory is not None:
             self._follow_gathered(op.memory, stage)
+        if self._unknown:
+            self._unknown &= worker.records.keys()
+            return
+        self.count += 1
         here = worker.stages.get(stage)
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
                               waited if self._device_times is None else (waited, waits), self._held + worker.kept_bytes,

@@ -425,7 +425,6 @@ class Engine:
         """Record the actions of training from now on; see :meth:`vpipe.Pipeline.record`."""
         if (why := self._description.execution.no_timeline) is not None:
             raise UserError(why[0], hint=why[1])
-        assert self._stream is None, "microbatches in flight were not recorded"
         for rank, worker in self.workers.items():
             if rank in self._recorders:
                 worker.around.remove(self._recorders[rank])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 
 import torch
@@ -125,7 +125,8 @@ class ReferenceModel:
         self.stage_of |= {copy: int(copy.rpartition("@")[2]) for copy in self.owners}
         self.names = self._names(copies)
         # Replica 0's buffers rest in the modules, those of the other replicas here.
-        self._buffers = [[[buffer.clone() for buffer in layer.buffers()] for _ in range(1, widths[stage])]
+        apart = cache(lambda buffer, replica: buffer.clone())  # once, of a module that several layers share
+        self._buffers = [[[apart(buffer, replica) for buffer in layer.buffers()] for replica in range(1, widths[stage])]
                          for layer, stage in zip(self.layers, self._stage, strict=True)]
 
     def load(self, tensors: Mapping[str, Tensor], factors: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -212,13 +213,13 @@ class ReferenceModel:
     @torch.no_grad()
     def _swap_buffers(self, microbatch: int) -> None:
         """Exchange the buffers in the layers with those of the replicas that process a microbatch."""
-        for layer, stage, others in zip(self.layers, self._stage, self._buffers, strict=True):
-            replica = Assignment.replica_of(microbatch, self.widths[stage])
-            if replica > 0:
-                for buffer, other in zip(layer.buffers(), others[replica - 1], strict=True):
-                    before = buffer.clone()
-                    buffer.copy_(other)
-                    other.copy_(before)
+        pairs = {buffer: other for layer, stage, others in zip(self.layers, self._stage, self._buffers, strict=True)
+                 if (replica := Assignment.replica_of(microbatch, self.widths[stage])) > 0
+                 for buffer, other in zip(layer.buffers(), others[replica - 1], strict=True)}
+        for buffer, other in pairs.items():
+            before = buffer.clone()
+            buffer.copy_(other)
+            other.copy_(before)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         named: dict[nn.Parameter, str] = {}
@@ -229,10 +230,16 @@ class ReferenceModel:
         return {name: parameter for parameter, name in named.items()}
 
     def _names(self, copies: Mapping[str, str]) -> list[dict[str, str]]:
-        canonical = {id(p): name for name, p in self.parameters.items()}
+        canonical, seen = {id(p): name for name, p in self.parameters.items()}, dict[tuple[int, str], object]()
+
+        def first(layer: Layer, name: str) -> bool:  # functional_call takes what an attribute has for its former value
+            place, _, own = name.rpartition(".")
+            table = id(self._modules[layer.name].get_submodule(place)._parameters)
+            return seen.setdefault((table, own), (layer.name, name)) == (layer.name, name)
+
         return [{name: copies.get(f"{layer.name}.{name}", canonical[id(p)])
                  for name, p in self._modules[layer.name].named_parameters(remove_duplicate=False)
-                 if id(p) in canonical} for layer in self._model.layers]
+                 if id(p) in canonical and first(layer, name)} for layer in self._model.layers]
 
 
 def compiled_model(model: Model, backend: str) -> Model:

@@ -1,0 +1,52 @@
+"""Any two features together are as their oracle, or refused with the reason: a seventh of all pairs every day."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+import pytest
+from features import DAYS, FILE, ROWS, check, drawn, drawn_for_two, together, wanted
+from world import World
+
+TODAY = date.today().toordinal()
+
+
+def named(pair: tuple[str, str]) -> str:
+    return "+".join(pair)
+
+
+def test_every_feature_has_a_row() -> None:
+    """What is added to a part, a method or its arguments, a kind of action, a schedule, a codec, an executor."""
+    covered = [name for row, feature in ROWS.items() for name in (row, *feature.covers)]
+    assert wanted() - {*covered} == set()
+    assert {name.partition("=")[0] for name in covered} <= wanted() | {"Model", "Plan", "reads"}
+
+
+def test_every_feature_is_drawn_thrice_a_day_and_all_pairs_in_a_week() -> None:
+    week = [drawn(TODAY + day) for day in range(DAYS)]
+    for pairs in week:
+        found = Counter(name for pair in pairs for name in pair)
+        assert {name for name, feature in ROWS.items() if not feature.two and found[name] < 3} == set()
+    assert len({pair for pairs in week for pair in pairs}) == sum(map(len, week))
+
+
+@pytest.mark.parametrize("pair", drawn(TODAY), ids=named)
+def test_two_features_together(pair: tuple[str, str], tmp_path: Path) -> None:
+    check(pair, tmp_path)
+
+
+@pytest.mark.parametrize("pair", drawn_for_two(TODAY), ids=named)
+def test_two_features_over_two_processes(two: World, pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text(FILE)
+    first, second = two.run(together, names=pair, folder=str(tmp_path))
+    assert first == second
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("day", range(1, DAYS))
+def test_every_pair(day: int, tmp_path: Path) -> None:
+    for number, pair in enumerate(drawn(TODAY + day)):
+        (tmp_path / str(number)).mkdir()
+        check(pair, tmp_path / str(number))
