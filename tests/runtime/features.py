@@ -444,11 +444,12 @@ third torch warns of a view that a divided layer returns."""
 
 
 def merged(*names: str) -> dict[str, Any] | None:
-    """Return the words of a pair; None where both rows say another value of one word, and are no pair."""
-    one, other = (ROWS[name] for name in names)
-    if {*names} in APART or any(other.words.get(word, value) != value for word, value in one.words.items()):
+    """Return the words of some rows; None where two of them say another value of one word, or do not go together."""
+    rows, said = [ROWS[name] for name in names], dict[str, Any]()
+    if any(apart <= {*names} for apart in APART) or any(
+            said.setdefault(word, value) != value for row in rows for word, value in row.words.items()):
         return None
-    words = {**DEFAULTS, **one.needs, **other.needs, **one.words, **other.words}
+    words = {**DEFAULTS, **{word: value for row in rows for word, value in row.needs.items()}, **said}
     if words["schedule"].startswith("dualpipe") and "ranks" in words:
         words["microbatches"] = 8
     return words
@@ -511,7 +512,7 @@ def check(names: Sequence[str], folder: Path) -> Any:
             followed = averages_of(expected, case.begin, words["average"])
             assert not [name for name in expected.values[0] if not torch.equal(ours[name], followed[name])]
         for name, feature in zip(names, features, strict=True):
-            if not dist.is_initialized() and {**words, **(merged(name, name) or {})} == words:
+            if not dist.is_initialized() and {**words, **(merged(name) or {})} == words:
                 assert {each[5:] for each in feature.covers if each.startswith("kind ")} <= {*case.pipe.lowered.kinds}
         return [[repr(step.loss) for step in case.steps], fingerprint(case.pipe.state_dict())]
     return why

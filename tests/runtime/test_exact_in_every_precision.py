@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Embed, Head, Mixed, RawMatmul, rich_batches, rich_model
+from models import Embed, Head, Mixed, RawMatmul, checkpointed_model, rich_batches, rich_model
 from oracles import DECAY_AND_CLIP, AdamW, assert_same, equals_its_oracle, oracle_of, pipeline_of, saved
 from torch import Tensor
 
@@ -74,6 +74,10 @@ def test_without_a_flush_each_stage_leaves_out_its_own_updates(tied: bool, argum
     _, steps = equals_its_oracle(pushed_model(tied), pushed([20.0, 1.0, 4000.0, 1.0]),
                                  **arranged("fp16", schedule="pipedream", loss_scale=4096, **arguments))
     assert any(step.skipped for step in steps)
+
+
+def test_what_a_layer_computes_again_in_a_backward_is_cast_anew_after_an_update() -> None:
+    equals_its_oracle(checkpointed_model, rich_batches(2, 4), schedule="pipedream", partition=[2, 3], precision="bf16")
 
 
 def test_the_scale_grows(monkeypatch: pytest.MonkeyPatch) -> None:

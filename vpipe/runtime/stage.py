@@ -499,6 +499,8 @@ class Stage(StageLayers):
                 raise
             except Exception as error:
                 raise backward_error(span, gradients, error) from error
+            finally:
+                torch.clear_autocast_cache()  # casts of weights in layers that checkpoint themselves, as in _call
         returned = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                     for name, leaf in saved.inputs.items() if leaf.requires_grad}
         if sliced is not None:
