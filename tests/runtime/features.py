@@ -14,7 +14,7 @@ from inspect import isfunction, signature
 from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import models
 import pytest
@@ -105,17 +105,16 @@ class Case:
                 self.note()
 
     def train(self, features: Sequence[Feature]) -> None:
-        """Train in two calls, of one iterator where the first may end early."""
+        """Train on two batches in two calls, or more of one iterator where one may end early."""
         microbatches, how = self.pipe.microbatches, {name: self.words[name] for name in CALL & set(self.words)}
-        batches, begun = batches_for(self.pipe.model, 2, microbatches), self.pipe
-        whole = iter(batches)
-        self.batches = batches
+        self.batches, begun = batches_for(self.pipe.model, 2, microbatches, self.words), self.pipe
+        whole, call = iter(self.batches), 0
         self.act("begin", features)
-        for call in range(2):
-            part: Iterable[Batch] = whole if {*how, "stops"} & set(self.words) else batches[call:call + 1]
-            if call and self.pipe is not begun:
-                part = batches[self.pipe.position.microbatches // microbatches:]
-            begun = self.pipe
+        while self.pipe.position.microbatches < 2 * microbatches:
+            part: Iterable[Batch] = whole if {*how, "stops"} & set(self.words) else self.batches[call:call + 1]
+            if self.pipe is not begun:
+                whole = iter(self.batches[self.pipe.position.microbatches // microbatches:])
+                part, begun = whole, self.pipe
             loop, first = self.pipe.train(part, **({} if call else how)), True
             self.note()
             for step in loop:
@@ -126,11 +125,12 @@ class Case:
                 first = False
             self.steps += self.pipe.drain()
             self.note()
-            self.act("end" if call else "between", features)
+            call += 1
+            self.act("between" if self.pipe.position.microbatches < 2 * microbatches else "end", features)
 
 
-CALL = {"pauses", "updates", "stop"}
-"""Words of the first call of ``train``."""
+CALL, APPLIED = {"pauses", "updates", "stop"}, {"stops", "kernels", "recorded", "lengths", "buckets"}
+"""Words of the first call of ``train``, and those that are no words of a pipeline."""
 
 
 class Matrices:
@@ -194,16 +194,16 @@ def divided(model: Model, mesh: Any) -> Model:
                  model.labels, model.label_weights)
 
 
-def batches_for(model: Model, batches: int, samples: int, seed: int = 3) -> list[dict[str, Tensor]]:
-    """Batches with the fields of a model; where labels count, samples have unequal numbers of them."""
+def batches_for(model: Model, batches: int, samples: int, words: Words, seed: int = 3) -> list[dict[str, Tensor]]:
+    """Batches with the fields of a model; where labels count, samples have unequal numbers of them, the first none."""
     drawn = torch.Generator().manual_seed(seed)
     if "input" in model.batch:
         return [{"input": torch.randn(2 * samples, 12, generator=drawn),
                  "target": torch.randint(5, (2 * samples,), generator=drawn)} for _ in range(batches)]
-    made = rich_batches(batches, samples, seed)
+    made = rich_batches(batches, samples, seed, words.get("lengths", (6,)))
     for number, batch in enumerate(made):
         for sample in range(samples if model.labels else 0):
-            batch["labels"][sample, 1 + (sample + number) % 6:] = Model.NO_LABEL
+            batch["labels"][sample, (sample + number) % 6:] = Model.NO_LABEL
     return [{name: batch[name] for name in model.batch} for batch in made]
 
 
@@ -228,7 +228,7 @@ def drains(case: Case) -> None:
 
 
 def evaluates(case: Case, averaged: bool = False) -> None:
-    pipe, held = case.pipe, batches_for(case.pipe.model, 2, 3, seed=9)
+    pipe, held = case.pipe, batches_for(case.pipe.model, 2, 3, {}, seed=9)
     names = pipe.model.layers[-1].inputs
     found, tensors = pipe.evaluate(held, names, averaged=averaged)
     samples = sum(len(batch[pipe.model.batch[0]]) for batch in held)
@@ -272,7 +272,9 @@ def loads(case: Case) -> Pipeline | None:
     return made
 
 
-def shards(case: Case) -> Pipeline:
+def shards(case: Case) -> Pipeline | None:
+    if any(name.startswith("buffers.") for name in case.pipe.engine.checkpoint_state()):
+        return None  # of other replicas, which are in no state
     made = case.build()
     made.load_state_dict(case.pipe.state_dict(sharded=True))
     return made
@@ -370,6 +372,8 @@ ROWS: dict[str, Feature] = {
         "Pipeline.record(limit)",)),
     "Pipeline.observe": Feature({}, observes, "begin loop", covers=("Pipeline.labelled",)),
     "Pipeline.schedule_kernels": Feature({"kernels": True}, lambda case: case.pipe.schedule_kernels(None), "begin"),
+    "buckets": Feature({"buckets": 1}, needs={"ranks": 2}),
+    "lengths": Feature({"lengths": (6, 9)}),
     "reads": Feature({}, reads, "begin loop between", covers=tuple(f"Pipeline.{name}" for name in (
         "position", "arrangement", "stages", "device", "local_usage", "usage", "usage(since)", "clock_offset",
         "check_replicas"))),
@@ -403,7 +407,7 @@ REFUSED: list[tuple[str, Callable[[Words], Any]]] = [
     ("warmup_depth", lambda w: flush(w) and "warmup_depth" in w),
     ("2 stages", lambda w: "chunks" in w and w["schedule"] in ("dualpipe_v", "hanayo", "v_half", "v_min", "zb_v")),
     ("[[0, 1], [2]]", lambda w: w.get("ranks") == "unequal" and w["schedule"] not in ONE_STAGE | {"auto", VERTICAL}
-     and "chunks" not in w),
+     and ("chunks" not in w or w["schedule"] in ("chimera", "dualpipe"))),
     ("equally many", lambda w: w.get("ranks") == "unequal" and w["schedule"] == "auto"),
     ("with more replicas", lambda w: w.get("ranks") == "unequal" and w["schedule"] == VERTICAL),
     ("takes whole microbatches", lambda w: "slices" in w and w["schedule"] not in ("gpipe", "seq1f1b")),
@@ -457,7 +461,7 @@ def merged(*names: str) -> dict[str, Any] | None:
 
 def arranged(given: Mapping[str, Any], folder: Path) -> tuple[Model | Callable[[], Model], dict[str, Any]]:
     """Return the model and the words of its pipeline on two ranks, or copies of them: layers are cut evenly."""
-    words = {name: value for name, value in given.items() if name not in {*CALL, "stops", "kernels", "recorded"}}
+    words = {name: value for name, value in given.items() if name not in CALL | APPLIED}
     build = MODELS[words.pop("model")]
     model, width, uneven = built(build), words.pop("ranks", 1), words.pop("uneven", False)
     if (labels := words.pop("labels", None)) and model.labels is None:
@@ -497,6 +501,8 @@ def check(names: Sequence[str], folder: Path) -> Any:
     """Train with two features, and compare with the oracle; return what all ranks must have in common."""
     words, features = merged(*names), [ROWS[name] for name in names]
     with ExitStack() as stack:
+        if "buckets" in words:
+            stack.enter_context(patch("vpipe.runtime.reducer.BUCKET_BYTES", words["buckets"]))
         if "compile" in words:  # dynamo reads the gradient of every input that it sees
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
@@ -542,11 +548,20 @@ DAYS = 7
 PAIRS = [pair for pair in combinations(ROWS, 2) if merged(*pair) is not None]
 
 
-def drawn(day: int) -> list[tuple[str, str]]:
-    """Return the pairs of a day for one process: all of them in seven days, as many of a feature on each."""
-    number = {name: place for place, name in enumerate(ROWS)}
-    return [pair for pair in PAIRS if sum(map(number.__getitem__, pair)) % DAYS == day % DAYS
-            and not any(ROWS[name].two for name in pair)]
+def drawn(day: int) -> list[tuple[str, ...]]:
+    """Return the pairs of a day for one process, all of them in seven days, as many of a feature on each; and some of
+    more features, of the same seven days."""
+    number, dice = {name: place for place, name in enumerate(ROWS)}, random.Random(day % DAYS)
+    found: list[tuple[str, ...]] = [pair for pair in PAIRS if sum(map(number.__getitem__, pair)) % DAYS == day % DAYS
+                                    and not any(ROWS[name].two for name in pair)]
+    for _ in range(12):
+        names: list[str] = []
+        for name in dice.sample([name for name in ROWS if not ROWS[name].two and name != "Execution.compile"], 10):
+            words = merged(*names, name)
+            if words is not None and not any(said(words) for _, said in REFUSED):
+                names.append(name)
+        found.append(tuple(sorted(names, key=number.__getitem__)))
+    return found
 
 
 def drawn_for_two(day: int) -> list[tuple[str, str]]:

@@ -7,13 +7,13 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from features import DAYS, FILE, ROWS, check, drawn, drawn_for_two, together, wanted
+from features import DAYS, FILE, PAIRS, ROWS, check, drawn, drawn_for_two, together, wanted
 from world import World
 
 TODAY = date.today().toordinal()
 
 
-def named(pair: tuple[str, str]) -> str:
+def named(pair: tuple[str, ...]) -> str:
     return "+".join(pair)
 
 
@@ -21,7 +21,7 @@ def test_every_feature_has_a_row() -> None:
     """What is added to a part, a method or its arguments, a kind of action, a schedule, a codec, an executor."""
     covered = [name for row, feature in ROWS.items() for name in (row, *feature.covers)]
     assert wanted() - {*covered} == set()
-    assert {name.partition("=")[0] for name in covered} <= wanted() | {"Model", "Plan", "reads"}
+    assert {name.partition("=")[0] for name in covered} <= wanted() | {"Model", "Plan", "buckets", "lengths", "reads"}
 
 
 def test_every_feature_is_drawn_thrice_a_day_and_all_pairs_in_a_week() -> None:
@@ -29,14 +29,16 @@ def test_every_feature_is_drawn_thrice_a_day_and_all_pairs_in_a_week() -> None:
     for pairs in week:
         found = Counter(name for pair in pairs for name in pair)
         assert {name for name, feature in ROWS.items() if not feature.two and found[name] < 3} == set()
-    assert len({pair for pairs in week for pair in pairs}) == sum(map(len, week))
+    alone = {name for name, feature in ROWS.items() if feature.two}
+    assert {pair for pair in PAIRS if not alone & {*pair}} <= {pair for pairs in week for pair in pairs}
 
 
 @pytest.mark.parametrize("pair", drawn(TODAY), ids=named)
-def test_two_features_together(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_features_together(pair: tuple[str, ...], tmp_path: Path) -> None:
     check(pair, tmp_path)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("pair", drawn_for_two(TODAY), ids=named)
 def test_two_features_over_two_processes(two: World, pair: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "file.csv").write_text(FILE)

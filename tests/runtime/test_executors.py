@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -87,21 +87,6 @@ def _never(store: dist.Store, key: str) -> bool:
 
 
 EVEN = [2, 2, 2, 2]
-RUNS: Mapping[str, Mapping[str, Any]] = {
-    "ties-dropout-recompute-clip": {"model": "rich", "partition": EVEN, "recompute": 0.5, "grad_clip": 0.5,
-                                    "evaluate_after": [1], "lengths": [6, 9]},
-    "one-stage": {"model": "rich", "partition": [8], "recompute": [[2, 3, 6]]},
-    "replicas": {"model": "untied", "partition": [2, 2, 4], "placement": [[0, 1], [2], [3, 4]], "grad_clip": 0.5},
-    "running-statistics": {"model": "norm", "stages": 2}}
-
-
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_all_executors_give_the_same_bits(run: Mapping[str, Any]) -> None:
-    expected, *others = (jobs.train(schedule="gpipe", microbatches=4, batches=2, executor=executor, **run)
-                         for executor in ("overlapped", *Executor.names()))
-    assert others == [expected] * len(Executor.names())
-
-
 def test_all_executors_give_the_same_bits_over_gloo(world: World) -> None:
     """Where the threads of a rank and its transfers go on at one time; a stage has two replicas."""
     run: dict[str, Any] = {

@@ -36,7 +36,6 @@ from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, both_ways
 from vpipe.testing import evaluate_oracle
 
-FOLDED = [one.name for one in RegisteredSchedule.imported() if one.flush and one.chunks > 1]  # several stages per rank
 BOTH_WAYS = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).layout is both_ways]
 
 
@@ -72,18 +71,6 @@ def test_both_directions(name: str, ranks: int, replicas: int, microbatches: int
     if tied:
         state["head.decoder.weight"] = state["embed.word.weight"]
     assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(model(), state, batches, microbatches), rel=1e-15)
-
-
-@pytest.mark.parametrize("name", FOLDED)
-def test_several_stages_on_each_rank(name: str) -> None:
-    """Two pipelines side by side: each takes every second microbatch."""
-    folded, batches = RegisteredSchedule.named(name), rich_batches(2, 8)
-    pipe, _ = equals_its_oracle(rich_model, batches, schedule=name, microbatches=8, recompute=0.5,
-                                partition=cut(8, 2 * folded.chunks), **DECAY_AND_CLIP, placement=[
-                                    (2 * rank, 2 * rank + 1) for rank, in folded.layout(2, folded.chunks)])
-    state = pipe.state_dict()
-    state["head.decoder.weight"] = state["embed.word.weight"]
-    assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(rich_model(), state, batches, 8), rel=1e-15)
 
 
 def test_ranks_may_stand_in_any_order() -> None:

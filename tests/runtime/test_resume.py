@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from golden import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import norm_model, rich_batches, rich_model, thrice_tied_model, untied_model
+from models import norm_model, rich_batches, rich_model, untied_model
 from oracles import DECAY_AND_CLIP, assert_same, oracle_of, pipeline_of, saved
 from torch import Tensor, nn
 
@@ -19,17 +19,11 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.checkpoint.manifest import Position
 from vpipe.errors import UserError
-from vpipe.runtime.step_results import Step
-from vpipe.testing import InitialState, microbatches_of_step
+from vpipe.testing import InitialState
 
-Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4
-SGD = OptimizerSettings("sgd", 0.05, momentum=0.9)
 MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
-LAMB = OptimizerSettings("lamb", 0.02, weight_decay=0.1)
-REPLICATED = {"partition": [3, 5], "placement": [[0, 1], [2]]}
 EXTRAPOLATED = {"delay_correction": 1.0}
-CODED = {"compress": ["int8_stochastic", "none", "bf16"]}
 
 
 def every(count: int) -> Callable[[int], int]:
@@ -41,61 +35,11 @@ def pipeline(model: Model, **arguments: Any) -> Pipeline:
     return pipeline_of(model, **DECAY_AND_CLIP, **{"partition": [2, 2, 2, 2], **arguments})
 
 
-def train(pipe: Pipeline, batches: Sequence[Mapping[str, Tensor]], cadence: int,
-          at: Sequence[int] = ()) -> tuple[list[Step], dict[int, Saved]]:
-    """All steps, and what was saved after some of them."""
-    steps, kept = [], {}
-    for step in pipe.engine.train(batches, pauses=every(cadence)):
-        steps.append(step)
-        if step.index + 1 in at:
-            assert not pipe.engine.drain(), "the pipeline runs empty exactly there"
-            kept[step.index + 1] = saved(pipe)
-            assert kept[step.index + 1][0].steps == step.index + 1
-    return steps, kept
-
-
-def resumed(pipe: Pipeline, place: Saved, batches: Sequence[Mapping[str, Tensor]], cadence: int) -> list[Step]:
-    position, tensors = place
-    pipe.engine.restore(position, tensors)
-    return train(pipe, batches[position.microbatches // MICROBATCHES:], cadence)[0]
-
-
 def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     """As sets of bits: NaN is itself."""
     assert sorted(ours) == sorted(theirs)
     assert not [name for name in ours if ours[name].dtype != theirs[name].dtype
                 or not torch.equal(ours[name].nan_to_num(9e9), theirs[name].nan_to_num(9e9))]
-
-
-@pytest.mark.parametrize(("model", "arguments", "cadence"), [
-    (rich_model, {"schedule": "1f1b"}, 2),
-    (rich_model, {"schedule": "gpipe", "optimizer": SGD, "recompute": 0.5}, 1),
-    (rich_model, {"schedule": "zb_v", "optimizer": LAMB}, 3),
-    (rich_model, {"schedule": "1f1b", **CODED}, 2),
-    (norm_model, {"schedule": "1f1b", "partition": [2, 4], "placement": [[0, 1, 2], [3]]}, 2),
-    (rich_model, {"schedule": "pipedream"}, 6),
-    (thrice_tied_model, {"schedule": "pipedream", "update_every": 2, "partition": [2, 1, 2, 1], "optimizer": SGD,
-                         "recompute": [0.0, 1.0, 1.0, 0.5], **EXTRAPOLATED}, 3),
-    (rich_model, {"schedule": "pipedream", "optimizer": LAMB, **CODED}, 5),
-    (rich_model, {"schedule": "pipedream", **REPLICATED}, 3),
-    (norm_model, {"schedule": "pipedream", "partition": [2, 4], "placement": [[0], [1, 2]]}, 3),
-    (rich_model, {"schedule": "2bw", "update_every": 4, **EXTRAPOLATED}, 2),
-    (rich_model, {"schedule": "pipedream_vertical_sync", **EXTRAPOLATED}, 7),
-    (rich_model, {"schedule": "pipedream", "optimizer": OptimizerSettings("nadam", 1e-2)}, 9),
-    (rich_model, {"schedule": "pipedream", "optimizer": MUON, **REPLICATED, **EXTRAPOLATED}, 3),
-    (rich_model, {"schedule": "1f1b", "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, 3)])
-def test_a_resumed_run_equals_one_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
-                                                    cadence: int) -> None:
-    """From its first pause and from its last."""
-    batches, again = rich_batches(4, 8, lengths=(6, 9)), pipeline(model(), **arguments)
-    total = 4 * MICROBATCHES // microbatches_of_step(again.lowered)
-    steps, kept = train(again, batches, cadence, (cadence, (total - 1) // cadence * cadence))
-    assert len(steps) == total
-    for step, place in kept.items():
-        fresh = pipeline(model(), **arguments)
-        assert resumed(fresh, place, batches, cadence) == steps[step:]
-        same_bits(saved(fresh)[1], saved(again)[1])
-        assert fresh.engine.position == again.engine.position
 
 
 OTHER_CUTS: list[dict[str, Any]] = [
