@@ -199,6 +199,10 @@ class Pipeline:
                 every rank, and training ends after it; see :meth:`stop`.
         """
         _check_batches(batches)
+        given = Arguments()
+        updates = given.integer("updates", updates, least=0, or_none=True)
+        given.function("stop", stop, 0, "give a function without arguments that returns whether to stop")
+        given.check()
         next_pause = pauses if callable(pauses) else _pauses(pauses)
         if self._streams and not callable(pauses):
             self.engine.collectives.check_same("pauses", shown(pauses), "give every rank the same")
@@ -286,7 +290,8 @@ class Pipeline:
         Raises:
             UserError: training has begun, or a tensor of the model is missing.
         """
-        self.sharded.load_state_dict(state if isinstance(state.get("model"), Mapping) else {"model": state})
+        whole = isinstance(state, Mapping) and not isinstance(state.get("model"), Mapping)
+        self.sharded.load_state_dict({"model": state} if whole else state)
 
     @property
     def sharded(self) -> ShardedState:
@@ -358,6 +363,8 @@ class Pipeline:
         Args:
             since: the :meth:`local_usage` at the beginning of the time that counts; None: all of it does.
         """
+        if since is not None and not isinstance(since, Mapping):
+            raise UserError(f"since is {shown(since)}", hint="give what local_usage() returned before")
         return self.engine.collectives.usage(since)
 
     def clock_offset(self) -> float:
@@ -370,6 +377,9 @@ class Pipeline:
         Raises:
             UserError: forwards run in threads, so that actions have no times of their own.
         """
+        given = Arguments()
+        limit = given.integer("limit", limit, least=1)
+        given.check()
         return self.engine.record(limit)
 
     @contextmanager
@@ -383,8 +393,8 @@ class Pipeline:
 
     def observe(self, observer_of: Mapping[int, StepObserver]) -> None:
         """Have an observer of each rank of this process see the gradients and weights of every update from now on."""
-        for rank, worker in self.engine.workers.items():
-            worker.optimizer_steps.observer = observer_of[rank]
+        for worker, observer in [(worker, observer_of[rank]) for rank, worker in self.engine.workers.items()]:
+            worker.optimizer_steps.observer = observer
 
     def schedule_kernels(self, scheduler: Any) -> None:
         """Let a scheduler gate the kernels of the microbatches of this process, before the first one.
@@ -444,8 +454,10 @@ class Pipeline:
         Raises:
             UserError: the position does not fit, training has begun, or tensors are missing.
         """
-        self.engine.check_restorable(position)
-        return self.engine.restore(position, tensors(self.engine.wants))
+        with self.engine.collectives.problems_of_all():
+            self.engine.check_restorable(position)
+            found = tensors(self.engine.wants)
+        return self.engine.restore(position, found)
 
     def _checkpoint(self, folder: str | Path) -> PipelineCheckpoint:
         check_path("the folder", folder, "checkpoint")

@@ -47,7 +47,7 @@ SAME_BATCHES = ("every rank must read the same batches in the same order: give a
                 "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no "
                 "DistributedSampler, since the pipeline divides each batch itself")
 SAME_CALLS = "every rank must go through the same batches and calls"
-_SEE_THERE = "the log of that rank has the traceback"
+SEE_THERE = "the log of that rank has the traceback"
 
 _ENDED = "end"
 """Kind of the message that the batches have ended, or why no more could be read."""
@@ -231,7 +231,7 @@ class BatchComparison:
             raise loader.error from error
         if any(failures) and not all(failures):
             raise loader.error or RunError(f"{next(filter(None, failures))}; on other ranks the batches ended before",
-                                           hint=_SEE_THERE, rank=self._lane[self._rank])
+                                           hint=SEE_THERE, rank=self._lane[self._rank])
 
     def _send_end(self, loader: MicrobatchLoader, peer: int) -> None:
         del self._sent_until[peer]
@@ -240,7 +240,7 @@ class BatchComparison:
     def _failure_of(self, loader: MicrobatchLoader) -> str:
         """Return which batch could not be read and why; nothing where the batches have ended."""
         return "" if loader.error is None else (
-            f"{self._name()} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
+            f"{self._name()} could not read batch {loader.batches_read}: {first_line(loader.error)}")
 
     def _name(self, rank: int | None = None) -> str:
         """Return a rank of the pipeline, this one by default, as the job counts it."""
@@ -267,7 +267,7 @@ class BatchComparison:
         kind, number, content = self._receive(peer)
         batch, here, there = self._batch_of(microbatch), self._name(), self._name(peer)
         if kind == _ENDED and content:
-            self._fail(content, _SEE_THERE, peer)
+            self._fail(content, SEE_THERE, peer)
         if kind == _ENDED:
             self._fail(f"batches differ between ranks: there are {number} on {there} and more on {here}",
                        SAME_BATCHES)
@@ -331,14 +331,14 @@ class LaneComparison:
         Args:
             call: that reads it: the name of an evaluation, or training.
         """
-        mine = [dist.get_rank(), None if error is None else _first_line(error),
+        mine = [dist.get_rank(), None if error is None else first_line(error),
                 None if batch is None else checksums(batch, self._fields, dist.get_rank()), f"{call} batch {number}"]
         of_all = self._exchange.all_gather(mine, "comparing batches")
         if error is not None:
             return error
         what, hint = None, SAME_BATCHES
         if failed := next(((rank, text) for rank, text, *_ in of_all if text is not None), None):
-            what, hint = f"rank {failed[0]} could not read batch {number}: {failed[1]}", _SEE_THERE
+            what, hint = f"rank {failed[0]} could not read batch {number}: {failed[1]}", SEE_THERE
         elif apart := next((other for other in of_all if other[3] != of_all[0][3]), None):
             what = f"rank {of_all[0][0]} is at {of_all[0][3]}, rank {apart[0]} at {apart[3]}"
             hint = SAME_CALLS
@@ -366,7 +366,7 @@ class LaneComparison:
         return None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the kind of an error and the first line of its text."""
     if isinstance(error, RunError):
         return error.what

@@ -25,6 +25,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
+from vpipe.runtime.batch_comparison import SEE_THERE, first_line
 from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
@@ -172,19 +173,28 @@ class Collectives:
 
     @contextmanager
     def problems_of_all(self, kinds: str = "none") -> Iterator[None]:
-        """Raise on all ranks the problems of the first rank that has any, before any goes on.
+        """Raise on all ranks the problems of the first rank that has any, before any goes on; another error than the
+        user's is raised there, and others say so.
 
         Args:
             kinds: of actions that the schedule has from packages; every rank must have the same.
         """
         mine: Sequence[Problem] = ()
+        failure: BaseException | None = None
         try:
             yield
         except UserError as error:
             mine = error.problems
-        of_all = self.job.all_gather([kinds, *(asdict(problem) for problem in mine)])
-        if found := next((problems for _, *problems in of_all if problems), None):
+        except BaseException as error:
+            failure = error
+        text = "" if failure is None else f"rank {self.job.rank} failed: {first_line(failure)}"
+        of_all = self.job.all_gather([kinds, text, *(asdict(problem) for problem in mine)])
+        if failure is not None:
+            raise failure
+        if found := next((problems for _, _, *problems in of_all if problems), None):
             raise UserError.all_of([Problem(**problem) for problem in found])
+        if text := next((text for _, text, *_ in of_all if text), ""):
+            raise RunError(text, hint=SEE_THERE)
         differing = (f"{theirs} on rank {rank}" for rank, (theirs, *_) in enumerate(of_all) if theirs != kinds)
         if (other := next(differing, None)) is not None:
             raise UserError(f"the kinds of actions of packages are {kinds} here and {other}",

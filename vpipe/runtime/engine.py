@@ -110,7 +110,7 @@ class Engine:
         if description.needs_norms and schedule.flush:
             self.collectives.agree_on_norms()
         self.position = Position(0, 0, 0)
-        self._begun = 0  # microbatches that a resumed run has done of its first batch
+        self._restored = self.position  # of which the batch that was under way goes on, until something is trained
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
         self._streamed: MicrobatchLoader | None = None  # the latest
@@ -124,6 +124,7 @@ class Engine:
         self._stopped = 0  # calls of train that ended since a rank asked
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
+        self._holds = distributed and self._lanes_compared  # lanes wait for one another within a layer
         self._in_flight: tuple[int, list[tuple[object, ...]]] | None = None  # a step that was yielded, with marks
 
     def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
@@ -142,12 +143,12 @@ class Engine:
         After :meth:`restore` the first batch is the one that was under way, without its microbatches that are done. At
         a pause a :meth:`drain` makes no step, and the next microbatches use the latest weights at every stage.
         """
+        iterator = iter(batches)
         self._compare_replicas()
         self.drain()
         self._made.clear()
-        stop = self.surroundings.calling(stop)
-        self._results.stop = lambda: stop() or watch.why_stop(self._training) is not None
-        iterator = iter(batches)
+        self._raised: BaseException | None = None  # by ``stop``
+        self._results.stop = partial(self._asks, self.surroundings.calling(stop))
         return self._until_asked(self._train_stream(iterator, updates, pauses) if self.schedule.stream
                                  else self._train_whole(iterator, updates))
 
@@ -161,6 +162,14 @@ class Engine:
         """End the training on all ranks; see :meth:`vpipe.Pipeline.stop`."""
         watch.ask_stop("asked", self._training)
 
+    def _asks(self, stop: Callable[[], bool]) -> bool:
+        """Return whether to stop; what the user's function raises is raised when the pipeline is whole."""
+        try:
+            return bool(stop()) or watch.why_stop(self._training) is not None
+        except (Exception, KeyboardInterrupt) as error:
+            self._raised = error
+            return True
+
     def _until_asked(self, steps: Iterator[Step]) -> Iterator[Step]:
         """Yield steps up to the one that says stop, and those that have been made with it."""
         asked = False
@@ -171,6 +180,8 @@ class Engine:
                 return
             self._stopped += step.stop and not asked
             asked = asked or step.stop
+            if step.stop and self._raised is not None:
+                raise self._raised
             yield step
             if asked and step.index + 1 >= self.reached().steps:
                 return
@@ -204,7 +215,10 @@ class Engine:
 
     def _has(self, loader: MicrobatchLoader, first: int) -> bool:
         """Return whether there is a microbatch to go on with, with what the script has made of the weights."""
-        there = loader.has(first)
+        there, done = loader.has(first), self.position.steps
+        check_rescheduled(self._optimizers)
+        for step in range(done, done + max(1, self.schedule.microbatches // self.schedule.assignment.per_step) * there):
+            next(iter(self.workers.values())).optimizer_steps.factor(step)  # what it raises, before anything has begun
         # Also where the batches end, since they may end on one rank only.
         self._interpreter.take_back_weights(between_batches=self.schedule.flush and first > 0)
         if not there:
@@ -233,8 +247,9 @@ class Engine:
         while True:
             self.drain()  # of another call of train
             if loader is None or loader.batches is not batches:
-                loader = self._streamed = self._loader(batches, None, self._begun)
-                loader.end = self._begun
+                begun = self._restored.within(self._description.microbatches) if self.position == self._restored else 0
+                loader = self._streamed = self._loader(batches, None, begun)
+                loader.end = begun
             first, done = loader.total, self.position.steps
             pause = pauses(done)
             assert pause is None or pause > done, f"a pause after step {pause}, but {done} are done"
@@ -379,8 +394,6 @@ class Engine:
 
     def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
-        check_rescheduled(self._optimizers)
-        self._begun = 0
         for steps in (worker.optimizer_steps for worker in self.workers.values() if not self.position.steps):
             for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
                 companion.begin()  # with what a script has made of the weights before the first update
@@ -441,8 +454,10 @@ class Engine:
         """
         if averaged:
             self.check_averaged()
+            batches = iter(batches)
             with self._averaged_weights():
                 return self.evaluate(batches, wanted)
+        batches = iter(batches)
         self._compare_replicas()
         self.drain()
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
@@ -452,10 +467,10 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        loader, first = self._loader(iter(batches), most, evaluation=evaluation_of(wanted)), 0
+        loader, first, rounds = self._loader(batches, most, evaluation=evaluation_of(wanted)), 0, 0
         with self.interrupts, self._taken_back(), ExitStack() as stack:
             for worker in self.workers.values():
-                stack.enter_context(worker.evaluating(wanted))
+                stack.enter_context(worker.evaluating(wanted, self._holds))
             for recorder in self._recorders.values():
                 stack.enter_context(recorder.evaluating())
             stack.enter_context(self.collectives.first_buffers())
@@ -477,8 +492,11 @@ class Engine:
                     new = self.workers[rank].losses
                     own += read_at_once([new.pop(number) for number in sorted(new)])
                 samples += [loader.samples(i, i + 1) for i in range(first, end)]
-                first = end
+                first, rounds = end, rounds + 1
+                if not rounds & (rounds - 1):  # at last after twice as many: ranks wait for one another there
+                    self._raise_held()
             self._end_batches(loader)
+            self._raise_held()
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
         gather = partial(self._results.gather, microbatches=range(len(samples)), exchange=self.collectives.exchange,
@@ -491,6 +509,15 @@ class Engine:
         self._interpreter.finish()
         return self._results.over_lanes(total, weight), {} if wanted is None else self._outputs(samples)
 
+    def _raise_held(self) -> None:
+        """Raise on every rank what a layer or function of the user's raised first in an evaluation on any of them."""
+        held = {worker.held[:2]: worker.held[2] for worker in self.workers.values() if worker.held is not None}
+        first = min((tuple(place) for own in self.collectives.job.all_gather(list(held)) for place in own),
+                    default=())
+        with self.collectives.problems_of_all():
+            if first in held:
+                raise held[first]
+
     def check_averaged(self) -> None:
         """Refuse to look at the average of the weights where none is kept."""
         if self._description.update.average is None:
@@ -500,6 +527,9 @@ class Engine:
     @contextmanager
     def _taken_back(self) -> Iterator[None]:
         """Compute meanwhile with what the script has made of the weights; every rank enters, with nothing in flight."""
+        self._interpreter.check_whole()
+        with self.collectives.problems_of_all():
+            self._interpreter.check_weights()
         self._interpreter.take_back_weights()
         try:
             yield
@@ -511,13 +541,13 @@ class Engine:
         """Put the averages in place of the weights meanwhile; an evaluation gives them to all stages that use them."""
         self._compare_replicas()
         self.drain()
-        with self._taken_back():
+        with self.interrupts, self._taken_back():
             before = [(stage, {name: value.clone() for name, value in stage.state().items()},
                        worker.optimizer_steps.companions[number]["average"])
                       for worker in self.workers.values() for number, stage in worker.stages.items()]
-            for stage, state, average in before:
-                stage.load(average.view(state))
             try:
+                for stage, state, average in before:
+                    stage.load(average.view(state))
                 yield
             finally:
                 for stage, state, _ in before:
@@ -644,15 +674,21 @@ class Engine:
         Args:
             tensors: the :meth:`checkpoint_state` of all ranks together, or the part that this process :meth:`wants`.
         """
-        self.check_restorable(position)
+        with self.collectives.problems_of_all():
+            self.check_restorable(position)
+            wanted = [(part, {name: tensor for name, tensor in tensors.items() if part.wants(name)})
+                      for part in self.parts]
+            for part, own in wanted:
+                part.check(own)
         with self.interrupts:
-            for part in self.parts:
-                part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
+            with self._interpreter.changing("while a state was loaded"), self.collectives.problems_of_all():
+                for part, own in wanted:
+                    part.load(own)
             with self._taken_back():
                 pass
             self._replicas_compared = False
-            self._begun = position.within(self._description.microbatches)
-            self.position = replace(position, begun=self._begun)
+            self.position = self._restored = replace(
+                position, begun=position.within(self._description.microbatches))
         [companions] = [part for part in self.parts if isinstance(part, CompanionState)]
         other_factors = self.collectives.exchange.united(companions.other_factors)
         return describe_other_factors(other_factors) if position.steps else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -159,7 +159,8 @@ class Interpreter:
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
 
     Attributes:
-        broken: whether a segment failed: the stages may be at different versions.
+        broken: whether a segment failed: the stages may be at different versions; ``why``: what failed, and what was
+            last whole.
     """
 
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, schedule: Schedule,
@@ -167,10 +168,13 @@ class Interpreter:
         self._workers, self._results, self._distributed = workers, results, distributed
         self._ties, self._exchanged, self._interrupts = schedule.ties, exchanged_at_updates(schedule.kinds), interrupts
         self.broken = self._stepped = False
+        self.why = "in the middle of an update: its stages are at different versions"
 
     def run(self, segment: Segment, program_of: Callable[[int], RankProgram]) -> Iterator[int]:
         """Execute a segment; yield each step when every stage of this process has made all its updates."""
         self._stepped = False
+        keep = segment.training and not self._distributed
+        self._put_back = [stage.kept_state() for stage in self._stages if keep and stage.forwards_change_state]
         programs = {rank: program_of(rank) for rank in self._workers}
         for rank, worker in self._workers.items():
             worker.begin(segment, programs[rank].tied_version_of, programs[rank].is_split)
@@ -198,7 +202,7 @@ class Interpreter:
             if segment.training:
                 self.hand_out_weights()
         except (Exception, KeyboardInterrupt):
-            self._abandon()
+            self._abandon(segment.steps_before + done)
             raise
         self.broken = False
         if segment.training and assignment.in_step(done):
@@ -222,7 +226,7 @@ class Interpreter:
                 action: Action | None = heads.pop(rank)
                 while action is not None and (flow is None or action.op.transfer is not None
                                                   or flow.missing(action, rank) is None):
-                    if interrupts.noted and self._can_give_up(segment):
+                    if interrupts.noted and not self._stepped:  # else the batch is better ended
                         interrupts.raise_noted()
                     if action.op.makes_version:
                         if step_together:
@@ -246,20 +250,20 @@ class Interpreter:
                     for value, stage, index, home in [found])
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
-    def _can_give_up(self, segment: Segment) -> bool:
-        """Return whether a segment can be begun again as if it had not been: else it is better ended."""
-        return not self._stepped and not (segment.training and any(
-            stage.forwards_change_state for stage in self._stages))
-
     def fail(self) -> None:
         """Note a failure before the steps that stages have made were counted."""
         self.broken = self.broken or self._stepped
 
-    def _abandon(self) -> None:
+    def _abandon(self, whole: int) -> None:
         """Undo a failed segment if no stage has stepped in it: training may go on. Over several processes that is
-        impossible, since transfers are under way."""
+        impossible, since transfers are under way; ``whole``: updates that all stages here have made."""
         if self._stepped or self._distributed:
+            middle = "the middle of an update: its stages are at different versions"
+            self.why = (f"in {middle if self._stepped else 'transfers between ranks, which cannot be called back'}; "
+                        f"update {whole} was the last that all stages here have made")
             return
+        for put_back in self._put_back:
+            put_back()
         for worker in self._workers.values():
             worker.abandon()
         self.hand_out_weights()
@@ -268,13 +272,32 @@ class Interpreter:
     def take_back_weights(self, between_batches: bool = False) -> None:
         """Compute with what a script has made of the weights, on every stage that has a copy of them. Every rank must
         call it, while nothing is in flight; ``between_batches`` of one call the transfers count."""
-        if self.broken:
-            raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
-                           hint="keep a state_dict() from between steps, and build a new pipeline")
+        self.check_whole()
+        self.check_weights()
         for stage in self._stages:
-            stage.check_not_wrapped()
             stage.weights.take_back()
         self._exchange_weights(counted=between_batches)
+
+    def check_whole(self) -> None:
+        """Refuse a pipeline of which a call has changed a part."""
+        if self.broken:
+            raise RunError(f"this pipeline failed {self.why}",
+                           hint="build a new pipeline, and load a checkpoint, or a state_dict() from between steps")
+
+    def check_weights(self) -> None:
+        """Refuse what a script has made of the weights where stages cannot compute with it, before any does."""
+        for stage in self._stages:
+            stage.check_not_wrapped()
+            stage.weights.check_handed_out()
+
+    @contextmanager
+    def changing(self, why: str) -> Iterator[None]:
+        """Change state outside of a segment; what fails meanwhile leaves the pipeline broken."""
+        try:
+            yield
+        except BaseException:
+            self.broken, self.why = True, f"{why}: a part of it is in the pipeline, which was whole before"
+            raise
 
     def hand_out_weights(self) -> None:
         """Let a script see and change the weights. In one process it also sees what is to be exchanged."""

@@ -175,7 +175,7 @@ class OptimizerSteps:
                  tied: TiedWeights, transport: Transport, update: Update, scaler: LossScaler | None,
                  companions: Mapping[int, Mapping[View, Companion]], owners: Mapping[int, Sequence[int]]) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
-        self.companions, self._update = companions, update
+        self.companions, self._update, self.factor = companions, update, update.factor
         self._stages, self._tied, self._transport = stages, tied, transport
         self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
                          for s, stage in stages.items() if len(placement[s]) > 1}
@@ -388,7 +388,7 @@ class OptimizerSteps:
 
     def _rate(self, stage: int, step: int) -> float:
         """Return the learning rate of a step at a stage, relative to the optimizer's own."""
-        return self._update.factor(self._segment.steps_before + step) * self._rates[stage]
+        return self.factor(self._segment.steps_before + step) * self._rates[stage]
 
     def learning_rate(self, stage: int, step: int) -> float | None:
         """Return the learning rate of the stage's first parameter group; None where nothing is trained."""

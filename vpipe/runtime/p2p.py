@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence, Sized
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from vpipe.description.cut import KeptInputs
 from vpipe.errors import UserError
 from vpipe.runtime.activations import bytes_of
 from vpipe.runtime.microbatches import Segment, Signature
+from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 
@@ -86,6 +88,11 @@ class P2PTransfers:
         for store in (self._local, self._there, self._unsent, self._expected, self._queued):
             store.clear()
 
+    def forget_specs(self) -> None:
+        """Announce specs anew from now on, as every rank does."""
+        for store in (self._specs, self._announced, self._incoming):
+            store.clear()
+
     # -- inputs and outputs of forwards and backwards ----------------------------------------------------
 
     def source(self, kind: TransferKind, stage: int, microbatch: int) -> tuple[int, TransferKey]:
@@ -105,7 +112,8 @@ class P2PTransfers:
         if stage not in self._kept:
             return received
         there, sent = self._there.pop((stage, microbatch)), iter(received)
-        return [there[name] if name in there else next(sent) for name in self._kept[stage].inputs]
+        return [tensor for name in self._kept[stage].inputs
+                for tensor in ([there[name]] if name in there else islice(sent, 1))]
 
     def receive_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of the outputs that want one, by name."""
@@ -132,6 +140,15 @@ class P2PTransfers:
             outputs = [t for name, t in zip(names, outputs, strict=True) if name not in there]
         key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
         self._put(key, microbatch, outputs, specs.sent, signature)
+
+    def put_stand_ins(self, stage: int, microbatch: int, signature: Signature, of: Stage) -> None:
+        """Put something in place of outputs that could not be computed: zeros, or nothing where the other rank does not
+        know their specs."""
+        known = self._specs.get((stage, self._kind, signature))
+        outputs = [] if known is None else [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=of.device).requires_grad_(spec.wants_gradient)
+            for spec in known.outputs]
+        self.put_activations(stage, microbatch, signature, of.spec.outputs[:len(outputs)], outputs)
 
     def put_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
         """Give the gradients of a stage's inputs to the stage before, or store them for their send."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.arguments import shown
 from vpipe.checkpoint.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import Manifest, Position
@@ -155,19 +156,22 @@ class ShardedState:
         Raises:
             UserError: training has begun, or a tensor of the model is missing.
         """
-        if "model" not in state:
-            raise UserError(f"the state has the parts {', '.join(map(str, state)) or 'none'}, but not 'model'",
-                            hint="give what pipe.state_dict(sharded=True) returned, filled by dcp.load")
-        others = dict(state.get("vpipe", {}))
-        position, there = Position(0, 0), 1
-        if (numbers := others.pop(_POSITION, None)) is not None:
-            there, steps, samples, microbatches, begun, batch = numbers.tolist()
-            position = Position.from_numbers(steps, samples, {"microbatches": microbatches, "begun": begun,
-                                                              "batch": batch}, self._batch)
-        optimizer = state.get("optimizer", {}) if there else {}
-        tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
-        tensors |= {f"optim.{name.removeprefix('state.')}": tensor for name, tensor in optimizer.items()
-                    if name.startswith("state.")}
+        with self._engine.collectives.problems_of_all():
+            if not isinstance(state, Mapping) or "model" not in state:
+                parts = f" has the parts {', '.join(map(str, state)) or 'none'}" if isinstance(state, Mapping) else (
+                    f" is {shown(state)}")
+                raise UserError(f"the state{parts}, but not 'model'",
+                                hint="give what pipe.state_dict(sharded=True) returned, filled by dcp.load")
+            others = dict(state.get("vpipe", {}))
+            position, there = Position(0, 0), 1
+            if (numbers := others.pop(_POSITION, None)) is not None:
+                there, steps, samples, microbatches, begun, batch = numbers.tolist()
+                position = Position.from_numbers(steps, samples, {"microbatches": microbatches, "begun": begun,
+                                                                  "batch": batch}, self._batch)
+            optimizer = state.get("optimizer", {}) if there else {}
+            tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+            tensors |= {f"optim.{name.removeprefix('state.')}": tensor for name, tensor in optimizer.items()
+                        if name.startswith("state.")}
         if (line := self._engine.restore(position, tensors | others)) and self._engine.collectives.job.rank == 0:
             warnings.warn(line, stacklevel=3)
 

@@ -127,8 +127,9 @@ class SideEffects:
                     (given if copied else before)[name] = _copied_once(tensor, copies)
             table.update(given)
             buffers.append(_Buffers(path, table, before, given, [_version(tensor) for tensor in before.values()]))
-        sources, weights = (self._sources, self._weights) if self._left else (self.drawn, [])
-        return StateBefore(buffers, [(source, source.get()) for source in sources], [each.marks() for each in weights])
+        weights = self._weights if self._left else []
+        return StateBefore(buffers, [(source, source.get()) for source in self.random_sources],
+                           [each.marks() for each in weights])
 
     def record_changes(self, state: StateBefore) -> StateBefore:
         """Return the part of :meth:`begin_forward` that the forward has changed; note which buffers later ones copy.
@@ -167,6 +168,11 @@ class SideEffects:
         return StateBefore(buffers, [(source, numbers) for source, numbers in state.random if source in self.drawn])
 
     @property
+    def random_sources(self) -> list[_RandomSource]:
+        """Return those from which forwards may draw."""
+        return self._sources if self._left else self.drawn
+
+    @property
     def changes_buffers(self) -> bool:
         """Return whether a forward may change a buffer."""
         return bool(self._left or self._changed)
@@ -174,7 +180,7 @@ class SideEffects:
     def swap_in(self, state: StateBefore) -> None:
         """Put back the state before a forward, with copies of buffers that forwards change in place."""
         copies: dict[int, Tensor] = {}
-        _put([(table, {name: _copied_once(tensor, copies) if (path, name) in self._copied and _is_copyable(tensor)
+        put([(table, {name: _copied_once(tensor, copies) if (path, name) in self._copied and _is_copyable(tensor)
                        else tensor for name, tensor in before.items()})
               for path, table, before, *_ in state.buffers], state.random)
 
@@ -187,10 +193,10 @@ class SideEffects:
         try:
             yield
         finally:
-            _put(buffers, sources)
+            put(buffers, sources)
 
 
-def _put(buffers: Iterable[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]],
+def put(buffers: Iterable[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]],
          sources: Iterable[tuple[_RandomSource, Any]]) -> None:
     """Let tables hold these buffers, and random sources have these states."""
     for table, content in buffers:

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vpipe.checkpoint.manifest import factor_of, last_change_of
+from vpipe.arguments import shown
+from vpipe.checkpoint.manifest import TensorKind, factor_of, last_change_of
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.sharded_tensors import parted
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of
+from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of, is_of_torch
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
@@ -55,17 +56,28 @@ class StatePart(ABC):
         return name in self.names
 
     @cached_property
-    def names(self) -> dict[str, None]:
-        """Return the names that this process loads; on demand, since not every model can be saved."""
-        return dict.fromkeys(self.state())
+    def names(self) -> dict[str, Tensor]:
+        """Return the names that this process loads, with empty tensors of the shapes and dtypes that it has; on demand,
+        since not every model can be saved."""
+        return {name: _outline(tensor) for name, tensor in self.state().items()}
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse what :meth:`load` could not copy in, before anything is copied.
+
+        Raises:
+            UserError: a tensor that is needed is missing, or one has another shape or kind of numbers.
+        """
+        for name in filter(tensors.__contains__, self.names):
+            own, found = self.names[name], tensors[name]
+            if not isinstance(found, Tensor):
+                raise UserError(f"'{name}' is {shown(found)}, not a tensor", hint="give what state_dict() returned")
+            if found.shape != own.shape or not torch.can_cast(found.dtype, own.dtype):
+                raise UserError(f"'{name}' is {TensorKind.of(found)}, but {TensorKind.of(own)} in this pipeline",
+                                hint="give the state of a pipeline with the same model")
 
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy in the wanted tensors.
-
-        Raises:
-            UserError: one is missing that is needed.
-        """
+        """Copy in the wanted tensors, which all ranks have checked."""
 
 
 class LocalStage(NamedTuple):
@@ -95,16 +107,20 @@ class ModelState(StatePart):
         return {f"model.{name}": value for each in self._stages
                 for name, value in each.stage.own_state(each.replica).items()}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
         if missing := [name.removeprefix("model.") for name in self.names if name not in tensors]:
             raise UserError(f"{counted(len(missing), 'tensor')} of the model missing in the checkpoint: "
                             f"{first_of(missing)}", hint="it was made of another model")
+        super().check(tensors)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         for each in self._stages:
             each.stage.load({name: tensors[f"model.{name}"] for name in each.stage.state()})
 
     @cached_property
-    def names(self) -> dict[str, None]:
-        return {f"model.{name}": None for each in self._stages for name in each.stage.state()}
+    def names(self) -> dict[str, Tensor]:
+        return {f"model.{name}": _outline(value) for each in self._stages
+                for name, value in each.stage.state().items()}
 
 
 class OptimizerState(StatePart):
@@ -127,18 +143,31 @@ class OptimizerState(StatePart):
                    for optimizers, weights, _ in self._of_replicas for owner, entry in _readings(name)) or any(
             name.removeprefix("model.") in optimizers.of_parameter for optimizers, _, _ in self._of_replicas)
 
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        for optimizers, weights, _ in self._of_replicas:
+            list(_rates(optimizers, tensors))
+            for owner, entry, tensor in _entries(optimizers, weights, tensors):
+                shape, (optimizer, _) = optimizers.parameters[owner].shape, optimizers.of_parameter[owner]
+                fits = tensor.dim() in (0, len(shape)) and all(  # such as a number per row
+                    size in (1, whole) for size, whole in zip(tensor.shape, shape, strict=False))
+                if tensor.numel() != 1 if "#" in entry else is_of_torch(optimizer) and not fits:
+                    raise UserError(f"'optim.{owner}.{entry}' is {TensorKind.of(tensor)}, of a parameter of shape "
+                                    f"{list(shape)}", hint="give the state of a pipeline with the same model")
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for optimizers, weights, _ in self._of_replicas:
-            _load_rates(optimizers, tensors)
-            for name, tensor in tensors.items():
-                for owner, entry in _readings(name):
-                    if owner in optimizers.of_parameter and weights.owns(owner) and not entry.startswith("group."):
-                        parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
-                        saved = tensors.get(f"model.{owner}")
-                        if tensor.dim() and saved is not None and saved.dtype == tensor.dtype != parameter.dtype:
-                            tensor = tensor.to(parameter.dtype)  # the run goes on with weights of another dtype
-                        key, value = _as_value(entry, tensor, parameter, optimizer.param_groups[number])
-                        optimizer.state[parameter][key] = value
+            for group, key, rate in _rates(optimizers, tensors):
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(rate)
+                else:
+                    group[key] = rate
+            for owner, entry, tensor in _entries(optimizers, weights, tensors):
+                parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
+                saved = tensors.get(f"model.{owner}")
+                if tensor.dim() and saved is not None and saved.dtype == tensor.dtype != parameter.dtype:
+                    tensor = tensor.to(parameter.dtype)  # the run goes on with weights of another dtype
+                key, value = _as_value(entry, tensor, parameter, optimizer.param_groups[number])
+                optimizer.state[parameter][key] = value
 
 
 def optimizer_entries(optimizers: StageOptimizer, weights: WeightVersions) -> dict[str, Tensor]:
@@ -210,12 +239,14 @@ class LossScale(StatePart):
         return {self.VALUE: torch.tensor(self._scalers[0].value, dtype=torch.float64, device="cpu"),
                 self.GOOD: torch.tensor(self._scalers[0].good, device="cpu")}
 
-    def wants(self, name: str) -> bool:
-        return name in (self.VALUE, self.GOOD) and bool(self._scalers)
+    @property
+    def names(self) -> dict[str, Tensor]:
+        number = torch.empty((), dtype=torch.float64, device="meta")
+        return dict.fromkeys((self.VALUE, self.GOOD) if self._scalers else (), number)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for scaler in self._scalers if tensors else ():
-            scaler.value, scaler.good = float(tensors[self.VALUE]), int(tensors[self.GOOD])
+        for scaler in self._scalers if self.VALUE in tensors else ():
+            scaler.value, scaler.good = float(tensors[self.VALUE]), int(tensors.get(self.GOOD, 0))
 
 
 class CompanionState(StatePart):
@@ -277,9 +308,14 @@ class CompanionState(StatePart):
             each.stage.load(state | changed)
 
     @cached_property
-    def names(self) -> dict[str, None]:
-        return {of(name): None for each, companions in self._stages for name in each.stage.state()
+    def names(self) -> dict[str, Tensor]:
+        return {of(name): _outline(value.new_empty(()) if of is factor_of else value)
+                for each, companions in self._stages for name, value in each.stage.state().items()
                 for of in (last_change_of, factor_of, *(companion.entry for companion in companions.values()))}
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:
@@ -290,8 +326,17 @@ def _readings(name: str) -> Iterator[tuple[str, str]]:
             yield ".".join(words[:cut]), ".".join(words[cut:])
 
 
-def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Set the learning rates of parameter groups to those that their parameters had, where they had been changed.
+def _entries(optimizers: StageOptimizer, weights: WeightVersions,
+             tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the state of the parameters that are stepped here: name, entry, and its tensor."""
+    for name, tensor in tensors.items():
+        for owner, entry in _readings(name):
+            if owner in optimizers.of_parameter and weights.owns(owner) and not entry.startswith("group."):
+                yield owner, entry, tensor
+
+
+def _rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Any], str, float]]:
+    """Yield the parameter groups with the learning rates that their parameters had, where they had been changed.
 
     Raises:
         UserError: the parameters of a group had different ones.
@@ -309,10 +354,7 @@ def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> No
                                 f"different learning rates ({key}): {first or 'as made'} and {second or 'as made'}",
                                 hint="put them into different parameter groups, or keep the partition that saved")
             if (only := next(iter(rates), None)) is not None:
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(only)
-                else:
-                    group[key] = only
+                yield group, key, only
 
 
 def _as_tensor(name: str, value: object) -> tuple[str, Tensor]:

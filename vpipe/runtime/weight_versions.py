@@ -170,9 +170,8 @@ class WeightVersions:
             for leaf, master in self._rounded and self._stepped_here():
                 set_data(leaf, master.data)
 
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """Compute with what a script has made of the weights.
+    def check_handed_out(self) -> None:
+        """Check that :meth:`take_back` can compute with what a script has made of the weights.
 
         Raises:
             UserError: a parameter is another one now, or of another shape.
@@ -188,11 +187,17 @@ class WeightVersions:
                                 "the layer's", hint="freeze the layer's, module.requires_grad_(False), in a layer that "
                                                     "the script has kept; or leave the parameter out of the optimizer")
             for each in (leaf, self.masters[name]) if self.owns(name) else ():
+                if local(each).shape != memory.shape:
+                    raise UserError(f"'{name}' was given the shape {list(each.shape)} between two updates",
+                                    hint="build the layer with that shape")
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Compute with what a script has made of the weights."""
+        for name, leaf, memory in zip(self.names, self.leaves(), self._handed_out or (), strict=False):
+            for each in (leaf, self.masters[name]) if self.owns(name) else ():
                 own = local(each)
                 if (own.data_ptr(), own.stride()) != (memory.data_ptr(), memory.stride()):  # .data = ...
-                    if own.shape != memory.shape:
-                        raise UserError(f"'{name}' was given the shape {list(each.shape)} between two updates",
-                                        hint="build the layer with that shape")
                     memory.copy_(own.clone())  # which may be a view of the memory
                     set_data(each, wrapped(memory, each))
         for leaf, data in zip(self.leaves(), self._rounded, strict=False):

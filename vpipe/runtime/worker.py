@@ -112,6 +112,8 @@ class Worker:
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self.outputs: dict[int, dict[str, Tensor]] = {}  # of the last stage, by microbatch of the evaluation
+        self._holds = False
+        self.held: tuple[int, int, Exception] | None = None  # in an evaluation: at which microbatch and stage, and what
         self._carried: dict[tuple[int, int], dict[str, Tensor]] = {}  # to a slice, by stage and microbatch
         self._carried_gradients: dict[tuple[int, int], dict[str, Tensor]] = {}  # likewise
         self._activations = dict.fromkeys(stages, 0)
@@ -164,18 +166,16 @@ class Worker:
                 run()
             else:
                 self.operations[op](stage, index)
-        except RunError as error:
-            if (first := self.report_failure(error, action)) is not None:
-                raise first from error
-            raise
-        except VpipeError as error:
-            watch.activity.rest()
-            watch.failed(error)
-            raise
         except Exception as error:
-            who = "the optimizer step raised " if op.makes_version else ""
-            failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
-            raise self.report_failure(failure, action) or failure from error
+            failure = self._as_ours(error, action)
+            if not isinstance(failure, RunError):
+                watch.activity.rest()
+                watch.failed(failure)
+                raise
+            first = self.report_failure(failure, action) or failure
+            if first is error:
+                raise
+            raise first from error
         self.seconds[stage, op] += perf_counter() - started - (transport.wait_s - waited)
 
     def end(self) -> None:
@@ -214,9 +214,13 @@ class Worker:
             self.comparison.forget(microbatches.stop)
 
     @contextmanager
-    def evaluating(self, wanted: Outputs | None) -> Iterator[None]:
-        """Set modules to evaluation mode; keep the outputs that are wanted; count no seconds and bytes."""
-        self.wanted = wanted
+    def evaluating(self, wanted: Outputs | None, holds: bool) -> Iterator[None]:
+        """Set modules to evaluation mode; keep the outputs that are wanted; count no seconds and bytes.
+
+        Args:
+            holds: whether an error of a layer is :attr:`held`, since other processes go on, as one of ``wanted`` is.
+        """
+        self.wanted, self._holds, self.held = wanted, holds, None
         self.outputs.clear()
         if self.comparison is not None:
             self.comparison.evaluation = evaluation_of(wanted)
@@ -227,7 +231,12 @@ class Worker:
                     self.fully_sharded.unshard(number)
                     stack.callback(self.fully_sharded.reshard, number)
             stack.enter_context(watch.activity.during("evaluating"))
-            yield
+            try:
+                yield
+            except BaseException:
+                self.held = None
+                self._p2p.forget_specs()
+                raise
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -279,7 +288,23 @@ class Worker:
     def forward(self, stage_index: int, microbatch: int) -> None:
         """Execute a forward: receive its inputs, compute, and store what comes of it."""
         inputs = self.forward_inputs(stage_index, microbatch)
-        self.end_forward(stage_index, microbatch, inputs, *self.compute(stage_index, microbatch, inputs))
+        try:
+            if self.held is None or not self._holds:
+                self.end_forward(stage_index, microbatch, inputs, *self.compute(stage_index, microbatch, inputs))
+                return
+        except Exception as error:
+            if self.segment.training or not self._holds:
+                raise
+            self._hold(error, stage_index, microbatch)
+        if stage_index < self.last_stage:
+            self._p2p.put_stand_ins(stage_index, microbatch, inputs.signature, self.stages[stage_index])
+
+    def _hold(self, error: Exception, stage_index: int, microbatch: int) -> None:
+        action = Action(Op.FORWARD, stage_index, microbatch)
+        failure = self._as_ours(error, action)
+        if isinstance(failure, RunError):
+            self._place(failure, action)
+        self.held = self.segment.first + microbatch, stage_index, failure
 
     def compute(self, stage_index: int, microbatch: int, inputs: ForwardInputs) -> tuple[list[Tensor], Record | None]:
         """Run the layers of a stage; return the outputs, and the record for the backward, None in an evaluation."""
@@ -287,10 +312,13 @@ class Worker:
         if inputs.pins is None:
             wanted = self.wanted if stage_index == self.last_stage else None
             outputs = stage.evaluate(inputs.received, inputs.fields, inputs.key, wanted.names if wanted else ())
-            if wanted is not None:
+            if wanted is not None and self.held is None:
                 ((_, (samples, *_)), *_) = inputs.signature
-                self.outputs[self.segment.first + microbatch] = wanted.of(
-                    outputs[1:], samples, next(iter(self.outputs.values()), None))
+                try:
+                    self.outputs[self.segment.first + microbatch] = wanted.of(
+                        outputs[1:], samples, next(iter(self.outputs.values()), None))
+                except Exception as error:
+                    self._hold(error, stage_index, microbatch)
             return outputs, None
         past = self._carried.pop((stage_index, microbatch), NO_TENSORS)
         given = (*inputs.received, *inputs.fields.values(), *past.values())
@@ -466,22 +494,34 @@ class Worker:
 
     # -- failures --------------------------------------------------------------------------------------
 
+    def _as_ours(self, error: Exception, action: Action) -> VpipeError:
+        if isinstance(error, VpipeError):
+            return error
+        who = "the optimizer step raised " if action.op.makes_version else ""
+        failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
+        failure.__cause__ = error
+        return failure
+
     def report_failure(self, error: RunError, action: Action) -> RunError | None:
         """Add the place to an error, and report it to all ranks; return the error to raise instead where a layer or an
         optimizer only lost its connection with a rank that failed first."""
         watch.activity.rest()
-        watchdog = watch.watchdog
-        error.rank = self.rank if watchdog is None else watchdog.rank
-        error.stage, error.action = action.stage, str(action)
-        if action.op.computes:
-            assignment = self.segment.assignment
-            error.microbatch, part = assignment.microbatch_and_slice(self.segment.base + action.index)
-            error.action += f" on slice {part} of {assignment.slices}" if assignment.slices > 1 else ""
-            error.action += "" if self.segment.training else " of an evaluation"
+        self._place(error, action)
         watch.failed(error)
+        watchdog = watch.watchdog
         if watchdog is None or error.peer is not None or not may_follow(error.what) or \
                 (fault := watchdog.fault) is None or watchdog.rank in fault.ranks:
             return None
         first = watchdog.error(fault, f"{watchdog.place(watchdog.rank)} was running {error.action}")
         first.stage, first.action, first.microbatch = error.stage, error.action, error.microbatch
         return first
+
+    def _place(self, error: RunError, action: Action) -> None:
+        """Add the place to an error."""
+        error.rank = self.rank if watch.watchdog is None else watch.watchdog.rank
+        error.stage, error.action = action.stage, str(action)
+        if action.op.computes:
+            assignment = self.segment.assignment
+            error.microbatch, part = assignment.microbatch_and_slice(self.segment.base + action.index)
+            error.action += f" on slice {part} of {assignment.slices}" if assignment.slices > 1 else ""
+            error.action += "" if self.segment.training else " of an evaluation"

@@ -1,0 +1,307 @@
+"""Calls x failures: after a call that fails, every rank is as if it had not been asked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from jobs import fingerprint
+from pipelines import parts
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from world import World
+
+from vpipe import Model, Pipeline
+from vpipe.checkpoint.manifest import Position
+from vpipe.runtime.microbatches import Batch
+
+BATCHES = [{"input": torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)),
+            "target": torch.arange(8) % 3} for seed in range(6)]
+BAD = [{"input": BATCHES[0]["input"]}]
+ERROR, INTERRUPT, FULL = ZeroDivisionError("mine"), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left")
+SIGNAL: Any = partial(os.kill, os.getpid(), signal.SIGINT)
+armed: dict[str, Any] = {}
+"""What the layer of this name raises or calls, once."""
+made = set[Path]()
+
+
+def trip(name: str) -> None:
+    """Do what is armed under this name."""
+    if (what := armed.pop(name, None)) is SIGNAL:
+        SIGNAL()
+    elif what is not None:
+        raise what
+
+
+def factor(step: int) -> float:
+    trip("factor")
+    return 1 / (1 + step % 4)
+
+
+class Probe(nn.Module):
+    """Counts its forwards in a buffer, draws from Python's generator, and may raise."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.forwards += 1
+        trip(self.name)
+        hidden = hidden * (1 + self.forwards / 100)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: trip(f"backward of {self.name}"))
+        return hidden
+
+
+class Adam(torch.optim.AdamW):
+    """May raise before its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        trip("step")
+        return super().step(closure)
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Adam(parameters, lr=0.01)
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One has another rate than at first: their parameters fit into no single group."""
+    matrices, others = ([p for p in parameters if (p.dim() == 2) is matrix] for matrix in (True, False))
+    return torch.optim.AdamW([{"params": matrices, "initial_lr": 0.5}, {"params": others, "initial_lr": 0.1}], lr=0.01)
+
+
+def pipeline(optimizer: Any = adam, width: int = 8, lanes: int = 0, **arguments: Any) -> Pipeline:
+    torch.manual_seed(0)
+    model = Model.sequential(nn.Sequential(
+        nn.Linear(6, width), Probe("front"), nn.BatchNorm1d(width), nn.Linear(width, width), nn.Dropout(0.1),
+        Probe("back"), nn.Linear(width, 3)), loss=nn.CrossEntropyLoss())
+    mesh = {"mesh": init_device_mesh("cpu", (1, lanes), mesh_dim_names=("pp", "tp"))} if lanes else {}
+    return Pipeline(model, **parts(**{"stages": [3, 4], "microbatches": 2, "optimizer": optimizer, "seed": 2,
+                                      "average": 0.9, "learning_rate_factor": factor, "schedule": "1f1b", **mesh,
+                                      **arguments}))
+
+
+def train(pipe: Pipeline, batches: Any, **arguments: Any) -> list[float]:
+    return [step.loss for step in pipe.train(batches, **arguments)]
+
+
+def torn(error: BaseException) -> Iterator[Batch]:
+    raise error
+    yield {}
+
+
+class Unreadable:
+    def __iter__(self) -> Iterator[Batch]:
+        raise ERROR
+
+
+def entered(context: Any) -> Iterator[None]:
+    with context:
+        yield
+
+
+def raising(error: BaseException) -> Any:
+    def function(*arguments: Any, **options: Any) -> Any:
+        raise error
+    return function
+
+
+def layer(name: str, error: Any, call: Callable[[], Any]) -> Any:
+    """A call during which a layer, an optimizer or a function of the user's raises, or a signal comes there."""
+    armed[name] = error
+    try:
+        return call()
+    finally:
+        armed.clear()
+
+
+def patched(name: str, error: BaseException, call: Callable[[], Any], rank: int = 1) -> Any:
+    """A call during which a function of a library raises, on one rank of several."""
+    if os.environ.get("RANK", str(rank)) != str(rank):
+        return call()
+    with patch(name, raising(error)):
+        return call()
+
+
+def spoilt(pipe: Pipeline, change: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """A state with other numbers, of which no pipeline takes the last tensor that is trained."""
+    state = pipe.state_dict()
+    return {name: change(value) if name == "6.weight" else value + 1 for name, value in state.items()}
+
+
+def saved(folder: Path, *optimizer: Any, **arguments: Any) -> Path:
+    """A checkpoint, made once for all rows."""
+    if (at := folder.with_name(f"{len(optimizer)}{arguments}")) not in made:
+        pipe = pipeline(*optimizer, **arguments)
+        train(pipe, BATCHES[:1])
+        pipe.save(at)
+        made.add(at)
+    return at
+
+
+def damaged(folder: Path) -> Path:
+    """A checkpoint of which one file is damaged."""
+    (pipe := pipeline()).save(folder / "saved")
+    file = max((folder / "saved").glob("*.safetensors"))
+    if os.environ.get("RANK", "0") == "0":
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    pipe.usage()  # when all ranks are there
+    return folder / "saved"
+
+
+def evaluate(pipe: Pipeline, **arguments: Any) -> Any:
+    return pipe.evaluate(BATCHES, **arguments)
+
+
+Act = Callable[..., Any]
+SAVED, SHARDS = "vpipe.checkpoint.shards.", "vpipe.checkpoint.checkpoint.Checkpoint.tensors"
+READ = "position arrangement stages device sharded local_usage clock_offset drain check_replicas local_state usage"
+READING: dict[str, Act] = {READ: lambda p, f: [
+    each() if callable(each := getattr(p, name)) else each for name in READ.split()]}
+TRAINED: dict[str, Act] = {
+    "train: updates": lambda p, f: train(p, BATCHES, updates="two"),
+    "train: stop": lambda p, f: train(p, BATCHES, stop=True),
+    "train: pauses": lambda p, f: train(p, BATCHES, pauses=[0]),
+    "train: no iterator": lambda p, f: train(p, Unreadable()),
+    "train: torn": lambda p, f: train(p, torn(ERROR)),
+    "train: interrupted reading": lambda p, f: train(p, torn(INTERRUPT)),
+    "train: bad batch": lambda p, f: train(p, BAD),
+    "train: factor": lambda p, f: layer("factor", ERROR, lambda: train(p, BATCHES)),
+    "evaluate: outputs": lambda p, f: evaluate(p, outputs="none"),
+    "evaluate: no iterator": lambda p, f: p.evaluate(Unreadable(), averaged=True),
+    "evaluate: empty": lambda p, f: p.evaluate([], averaged=True),
+    "evaluate: torn": lambda p, f: p.evaluate(torn(ERROR)),
+    "evaluate: bad batch": lambda p, f: p.evaluate([*BATCHES, *BAD], averaged=True),
+    "evaluate: metric raises": lambda p, f: evaluate(p, outputs=raising(ERROR)),
+    "evaluate: metric raises, averaged": lambda p, f: evaluate(p, outputs=raising(ERROR), averaged=True),
+    "evaluate: metric of no name": lambda p, f: evaluate(p, outputs=lambda named: {"x": named["x"]}),
+    "evaluate: metric without rows": lambda p, f: evaluate(p, outputs=lambda named: {"x": named["loss"].sum()}),
+    "state_dict: views": lambda p, f: p.state_dict(averaged=True, corrected=False),
+    "load: trained": lambda p, f: p.load(saved(f)),
+    "load_state_dict: trained": lambda p, f: p.load_state_dict(p.state_dict()),
+    "sharded: trained": lambda p, f: p.sharded.load_state_dict(p.sharded.state_dict()),
+    "restore: trained": lambda p, f: p.restore(p.position, lambda wanted: p.local_state()),
+    "save: folder": lambda p, f: p.save(5),
+    "save: taken": lambda p, f: ((f / "x").mkdir(exist_ok=True), (f / "x/y").touch(), p.save(f / "x")),
+    "save: full disk": lambda p, f: patched(f"{SAVED}save_file", FULL, lambda: p.save(f / "saved")),
+    "save: no manifest": lambda p, f: patched("vpipe.checkpoint.save.write_manifest", FULL,
+                                              lambda: p.save(f / "saved"), rank=0),
+    "save: out of memory": lambda p, f: patched("vpipe.runtime.engine.whole", MemoryError(),
+                                                lambda: p.save(f / "saved")),
+    "gradient_norms": lambda p, f: p.gradient_norms(),
+    "usage: since": lambda p, f: p.usage(since=5),
+    "record: limit": lambda p, f: p.record(limit="all"),
+    "labelled: its body": lambda p, f: [train(p, torn(ERROR)) for _ in entered(p.labelled())],
+    "observe: ranks": lambda p, f: p.observe({}),
+    "schedule_kernels": lambda p, f: p.schedule_kernels(None),
+    "prepared: no world": lambda p, f: Pipeline.prepared(p.model, p.description, p.lowered, None),
+}
+LAYERS: dict[str, Act] = {
+    "evaluate: front": lambda p, f: layer("front", ERROR, lambda: evaluate(p, averaged=True)),
+    "evaluate: back": lambda p, f: layer("back", ERROR, lambda: evaluate(p)),
+}
+UNTRAINED: dict[str, Act] = {
+    "load: folder": lambda p, f: p.load(f / "none"),
+    "load: damaged": lambda p, f: p.load(damaged(f)),
+    "load: cannot be read": lambda p, f: patched(f"{SAVED}safe_open", FULL, lambda: p.load(saved(f))),
+    "load: another error": lambda p, f: patched(SHARDS, ERROR, lambda: p.load(saved(f))),
+    "load: another model": lambda p, f: p.load(saved(f, width=9)),
+    "load: other groups": lambda p, f: p.load(saved(f, two_groups)),
+    "restore: position": lambda p, f: p.restore(None, lambda wanted: p.local_state()),
+    "restore: tensors": lambda p, f: p.restore(Position(0, 0), raising(ERROR)),
+    "load_state_dict: a list": lambda p, f: p.load_state_dict([]),
+    "load_state_dict: shape": lambda p, f: p.load_state_dict(spoilt(p, lambda t: t[:2])),
+    "load_state_dict: numbers": lambda p, f: p.load_state_dict(spoilt(p, lambda t: t.to(torch.complex64))),
+    "load_state_dict: no tensor": lambda p, f: p.load_state_dict(spoilt(p, Tensor.tolist)),
+    "load_state_dict: a name": lambda p, f: p.load_state_dict(
+        {name: value + 1 for name, value in p.state_dict().items() if name != "6.weight"}),
+    "load_state_dict: position": lambda p, f: p.load_state_dict(
+        {**p.state_dict(sharded=True), "vpipe": {"position": torch.zeros(2)}}),
+    "sharded: optimizer": lambda p, f: p.sharded.load_state_dict({**p.sharded.state_dict(), "optimizer": 5}),
+}
+ALONE: dict[str, Act] = {f"train: {error!r} in {place}": lambda p, f, place=place, error=error: layer(
+    place, error, lambda: train(p, BATCHES)) for error in (ERROR, INTERRUPT)
+    for place in ("front", "back", "backward of front", "backward of back")} | {
+    "train: signal in front": lambda p, f: layer("front", SIGNAL, lambda: train(p, BATCHES)),
+    "train: signal in a backward": lambda p, f: layer("backward of back", SIGNAL, lambda: train(p, BATCHES)),
+    "evaluate: interrupted": lambda p, f: layer("back", INTERRUPT, lambda: evaluate(p, averaged=True)),
+    "evaluate: signal": lambda p, f: layer("front", SIGNAL, lambda: evaluate(p, averaged=True)),
+    "evaluate: metric interrupted": lambda p, f: evaluate(p, outputs=raising(INTERRUPT)),
+    "save: interrupted": lambda p, f: patched(f"{SAVED}save_file", INTERRUPT, lambda: p.save(f / "saved")),
+}
+INTERRUPTED: dict[str, Act] = {
+    "load: interrupted": lambda p, f: patched(f"{SAVED}safe_open", INTERRUPT, lambda: p.load(saved(f)))}
+NO_ROW = {"stop"}
+"""It ends the next training, which has tests of its own."""
+
+
+def seen(pipe: Pipeline) -> list[Any]:
+    """What tells two pipelines apart, with their next three updates."""
+    return [fingerprint(pipe.state_dict()), fingerprint(pipe.state_dict(averaged=True)), pipe.position,
+            train(pipe, BATCHES[2:5]), pipe.evaluate(BATCHES[:1])]
+
+
+def after(*, calls: dict[str, Act], folder: Path, **arguments: Any) -> dict[str, str]:
+    """Calls that do not fail as they should, or after which a pipeline is not as another that was not asked.
+
+    Pipelines that trained are asked one thing after the other; the others are built anew.
+    """
+    wrong, both, expected = {}, [], seen(pipeline(**arguments))
+    for number, (name, call) in enumerate(calls.items()):
+        fresh = name in UNTRAINED or name in INTERRUPTED
+        asked = pipeline(**arguments) if fresh else None
+        if asked is None and not both:
+            both = [pipeline(**arguments) for _ in range(2)]
+            for pipe in both:
+                train(pipe, BATCHES[:2])
+        (own := folder / str(number)).mkdir(exist_ok=True)
+        how = "returned"
+        try:
+            call(asked or both[0], own)
+        except (Exception, KeyboardInterrupt) as error:
+            how = type(error).__name__
+        try:
+            found = seen(asked or both[0])
+            same = [a == b for a, b in zip(found, expected if fresh else seen(both[1]), strict=True)]
+        except Exception as error:
+            same, how, both = [False], f"{how}, then {error}", []
+        if not all(same) or (how == "returned") != (name in READING):
+            wrong[name], both = f"{how}: {same}", []
+    return wrong
+
+
+@pytest.mark.parametrize("arguments", [{}, {"schedule": "pipedream"}, {"replicas": 2}], ids=str)
+def test_calls_that_fail_in_one_process_leave_everything_as_it_was(arguments: dict[str, Any], tmp_path: Path) -> None:
+    calls = READING | TRAINED | LAYERS | UNTRAINED | ALONE | INTERRUPTED
+    if "schedule" in arguments:  # the last stage has made an update by then
+        calls = {name: call for name, call in calls.items() if "backward of front" not in name}
+    assert after(calls=calls, folder=tmp_path, **arguments) == {}
+
+
+def after_here(folder: str, **arguments: Any) -> dict[str, str]:
+    layers = {} if "lanes" in arguments else LAYERS  # lanes wait for one another within a layer
+    return after(calls=READING | TRAINED | layers | UNTRAINED, folder=Path(folder), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"schedule": "pipedream"}, {"stages": 1, "replicas": 2},
+                                       {"stages": 1, "lanes": 2}], ids=str)
+def test_calls_that_fail_in_two_processes_leave_every_rank_as_it_was(arguments: dict[str, Any], tmp_path: Path,
+                                                                     two: World) -> None:
+    assert two.run(after_here, folder=str(tmp_path), **arguments) == [{}, {}]
+
+
+def test_every_public_name_has_a_row() -> None:
+    rows = {name for row in READING | TRAINED | UNTRAINED for name in row.partition(":")[0].split()}
+    assert rows ^ {name for name in vars(Pipeline) if not name.startswith("_")} == NO_ROW
