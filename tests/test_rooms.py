@@ -32,8 +32,8 @@ LIBRARY, APPLICATION = "the library", "the application"
 """Tiers: library, testing, application, extras. See the first lines of their ``__init__.py``."""
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
     "retired": set(),
+    "errors": {"retired"},
     "lazy": {"errors", "retired"},
     "arguments": {"errors"},
     "accelerator": {"errors"},

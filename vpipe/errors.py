@@ -20,6 +20,8 @@ from difflib import get_close_matches
 from types import FrameType, TracebackType
 from typing import Any
 
+from vpipe.retired import RETIRED
+
 __all__ = ["CheckError", "PerformanceWarning", "Problem", "RunError", "UserError", "VpipeError", "counted",
            "nearest"]
 
@@ -81,9 +83,14 @@ class VpipeError(Exception):
 
 
 class UserError(VpipeError, ValueError):
-    """One or several mistakes of the user, each with its remedy; exit status 2."""
+    """One or several mistakes of the user, each with its remedy; exit status 2.
+
+    Attributes:
+        retired: what is gone, and the remedy.
+    """
 
     exit_status = 2
+    retired = RETIRED
 
     def __init__(self, what: str, *, hint: str, where: str | None = None) -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, hint, where),)

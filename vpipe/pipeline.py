@@ -117,7 +117,7 @@ class Pipeline:
         update = replace(update, zero1=bool(zero1))
         if not isinstance(cut.stages, tuple):
             cut = replace(cut, stages=model.balanced(cut.count))
-        world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh,
+        world = join_world(transfers.group, transfers.timeout_s, execution.device, execution.mesh,
                            execution.data)
         if plan is not None and plan.tensor not in (None, lanes := len(world.lanes.alike)):
             raise UserError(f"the plan splits layers over {counted(plan.tensor, 'rank')}, but there "

@@ -6,8 +6,6 @@ A key is what a user wrote: a key of a config (``training.name``), a key with on
 
 from __future__ import annotations
 
-__all__ = ["RETIRED"]
-
 _EXPORT = "vpipe checkpoint export RUN --format huggingface -o DIR"
 _SEARCH = f"export the model ({_EXPORT}) and search with transformers: model.generate(ids, num_beams=4)"
 

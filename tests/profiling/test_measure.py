@@ -23,7 +23,7 @@ from models import (
 )
 from torch import Tensor, nn
 
-from vpipe import Layer, Model
+from vpipe import Layer, Model, Transfers
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import RunError
 from vpipe.model.structure import structure
@@ -218,4 +218,4 @@ def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: py
     monkeypatch.setattr("vpipe.profiling.measurement.RankGroup", world)
     monkeypatch.setattr(RankGroup, "cores", lambda self: 1)
     monkeypatch.setattr("vpipe.accelerator.free_bytes", lambda device: 8 << 30)
-    assert _Measurement(frozen_front(), ADAMW, CPU, 0, 1.0, 0.0, print)._room_bytes == 1 << 20
+    assert _Measurement(frozen_front(), ADAMW, CPU, 0, Transfers(), 0.0, print)._room_bytes == 1 << 20

@@ -15,6 +15,7 @@ from models import int16_model, rich_batches
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError
 from vpipe.profiling.links import measure_links
 from vpipe.profiling.rank_group import RankGroup
@@ -124,7 +125,7 @@ def with_dtypes_that_nccl_lacks() -> list[str]:
 def measured_links() -> list[list[int]]:
     """The pairs of ranks between which the profiler has measured how fast tensors are."""
     with nccl_rules(eager=False, buffered=False):
-        _, found = measure_links(RankGroup(torch.device("cpu")), torch.device("cpu"), 30.0)
+        _, found = measure_links(RankGroup(torch.device("cpu")), torch.device("cpu"), Transfers(timeout_s=30.0))
     return sorted(map(list, found))
 
 

@@ -53,7 +53,7 @@ def most_behind(*, executor: str, schedule: str) -> int:
 def settles(*, announce: bool) -> bool:
     """Over gloo the first rank sends and settles: whether the second was ready to receive by then."""
     store = _get_default_store()
-    transport = DistributedTransport(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0, shared_memory=False)
+    transport = DistributedTransport(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0)
     name, tensor = f"settles {announce}", torch.ones(3)
     ready = False
     if dist.get_rank() == 0:

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from vpipe.errors import UserError, nearest
 from vpipe.plugins import PluginGroup
-from vpipe.retired import RETIRED
 
 COMMANDS = PluginGroup("vpipe.commands", "command")
 """The group of entry points."""
@@ -65,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
-            if remedy := RETIRED.get(f"{self.prog} {option}"):
+            if remedy := UserError.retired.get(f"{self.prog} {option}"):
                 self._refuse(f"{self.prog} has no '{option}' any more", remedy)
             remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
             self._refuse(f"{self.prog} knows no '{option}'",
@@ -75,7 +74,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             option = "/".join(action.option_strings)
-            if remedy := RETIRED.get(" ".join(filter(None, (self.prog, option, str(value))))):
+            if remedy := UserError.retired.get(" ".join(filter(None, (self.prog, option, str(value))))):
                 self._refuse(f"{self.prog} has no {option or 'command'} '{value}' any more", remedy)
             self._refuse(f"{self.prog} has no {option or 'command'} '{value}'",
                          nearest(str(value), list(action.choices)))

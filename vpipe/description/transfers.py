@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from vpipe.accelerator import DIRECT
 from vpipe.arguments import Arguments, shown
 from vpipe.errors import UserError, nearest
+from vpipe.plugins import PluginGroup
 
 CODECS = ("none", "bf16", "int8", "int8_stochastic")
 """What activations and gradients between stages are encoded as: as they are; rounded to 16 bits; a byte per number,
 rounded to the nearest or stochastically."""
+
+TRANSPORTS = PluginGroup("vpipe.transports", "transport")
+"""What carries tensors between ranks beside gloo; each is a class (docs/add-a-transport.md)."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,10 @@ class Transfers:
 
     Attributes:
         backend: ``nccl`` or ``gloo``; when None, nccl where every rank has a GPU of its own, else gloo. A process group
-            that is initialised already is used as it is.
+            that is initialised already is used as it is. Or the name of a transport of :data:`TRANSPORTS`, beside gloo.
         timeout_s: seconds after which a transfer counts as failed.
         shared_memory: whether ranks of one host that compute on processors pass tensors through shared memory; else,
-            and where there is none, over gloo. The numbers are the same.
+            and where there is none, or its extra is deleted, over gloo. The numbers are the same.
         compress: a name of :data:`CODECS` for activations and gradients; one for all, or one for each of the
             ``stages - 1`` cuts. It changes the numbers.
 
@@ -50,6 +54,17 @@ class Transfers:
                 if name not in CODECS:
                     given.refuse(f"compress is '{name}'", nearest(name, CODECS))
         given.check()
+
+    @property
+    def group(self) -> str | None:
+        """The backend of the process group."""
+        return "gloo" if self.backend is not None and self.backend in TRANSPORTS.names else self.backend
+
+    @property
+    def transport(self) -> str | None:
+        """The transport beside gloo, by its name; empty where none is wanted, None where the wanted one is missing."""
+        wanted = "shared_memory" * self.shared_memory if self.backend == self.group else self.backend
+        return wanted if not wanted or wanted in TRANSPORTS.names else None
 
     def codecs(self, stages: int) -> tuple[str, ...]:
         """Return the codec of every cut between so many stages. Raises UserError when there are others."""

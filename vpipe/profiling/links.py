@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from vpipe import accelerator
+from vpipe.description.transfers import Transfers
 from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.layer_timer import summary
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.runtime.transport.process_group import DistributedTransport
+from vpipe.runtime.transport.process_group import DistributedTransport, transport_class
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
@@ -29,8 +30,7 @@ _BYTES, _PARTS = 32 << 20, 8
 Links = dict[tuple[int, int], LinkProfile]
 
 
-def measure_links(group: RankGroup, device: torch.device, timeout_s: float,
-                  shared_memory: bool = True) -> tuple[LinkProfile, Links]:
+def measure_links(group: RankGroup, device: torch.device, transfers: Transfers) -> tuple[LinkProfile, Links]:
     """Return the link between two ranks of one host, and those between certain ranks, by (source, target).
 
     Ranks are the pipeline's. Processes that split its layers all exchange with their counterparts at the same time.
@@ -42,7 +42,7 @@ def measure_links(group: RankGroup, device: torch.device, timeout_s: float,
     if (ranks := len(group.hosts)) == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
     rounds = _rounds(ranks, range(ranks) if device.type != "cpu" else group.hosts)
-    transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1, shared_memory)
+    transport = transport_class(transfers, device)(device, transfers.timeout_s, 1, lambda rank: f"rank {rank}", 1)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
         group.all_gather(None)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
+from vpipe.description.transfers import Transfers
 from vpipe.errors import RunError, VpipeError, counted
 from vpipe.model.model import Model
 from vpipe.model.structure import structure
@@ -111,7 +112,8 @@ Tell = Callable[[str], None]
 
 def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_optimizer: MakeOptimizer, *,
             identities: Sequence[Identity], device: torch.device | str = "cpu", seed: int = 0, timeout_s: float = 60.0,
-            budget_s: float = BUDGET_S, tell: Tell = lambda line: None, shared_memory: bool = True) -> list[Profile]:
+            budget_s: float = BUDGET_S, tell: Tell = lambda line: None, shared_memory: bool = True,
+            backend: str | None = None) -> list[Profile]:
     """Return profiles of a model, one for each of the microbatches, which differ in the number of samples.
 
     Every rank of the process group calls this at the same time, or a process alone. Figures that do not depend on the
@@ -126,7 +128,7 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
         timeout_s: of a transfer.
         budget_s: for the times at one size.
         tell: shows progress.
-        shared_memory: whether the run's ranks of one host may use it.
+        shared_memory, backend: of the run's transfers (:class:`~vpipe.description.transfers.Transfers`).
 
     Returns:
         The same on every rank.
@@ -135,19 +137,20 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
         UserError, RunError: a layer cannot be run.
     """
     (precision, tensor), = {(identity.precision, identity.tensor) for identity in identities}
-    return list(_Measurement(model, make_optimizer, device, seed, timeout_s, budget_s, tell,
-                             Precision(precision), shared_memory, tensor).profiles(microbatches, identities))
+    transfers = Transfers(backend, timeout_s, shared_memory)
+    return list(_Measurement(model, make_optimizer, device, seed, transfers, budget_s, tell,
+                             Precision(precision), tensor).profiles(microbatches, identities))
 
 
 class _Measurement:
 
     def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device | str, seed: int,
-                 timeout_s: float, budget_s: float, tell: Tell, precision: Precision = FP32,
-                 shared_memory: bool = True, tensor: int = 1) -> None:
+                 transfers: Transfers, budget_s: float, tell: Tell, precision: Precision = FP32,
+                 tensor: int = 1) -> None:
         self._group = RankGroup(device, tensor)
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, self._group.device, seed
-        self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
-        self._clock, self._shared_memory = accelerator.clock_of(self._device), shared_memory
+        self._transfers, self._budget_s, self._tell, self._precision = transfers, budget_s, tell, precision
+        self._clock = accelerator.clock_of(self._device)
         if tensor > 1 and self._device.type == "cpu":
             self._clock = perf_counter  # the time of the thread would not have what it waits in collectives
         self._structures = [structure(layer) for layer in model.layers]
@@ -187,7 +190,7 @@ class _Measurement:
         """Return the overhead of calls, and the fields of a profile that do not depend on the microbatch."""
         self._tell("measuring transfers between ranks" if self._group.ranks > 1 else "measuring the device")
         device, pure, dtype = self._device, self._precision.pure, self._precision.dtype or torch.float32
-        link, links = measure_links(self._group, device, self._timeout_s, self._shared_memory)
+        link, links = measure_links(self._group, device, self._transfers)
         overheads, copied, added, flops = zip(*self._group.all_gather([
             measure_overhead(device, self._clock, self._make_optimizer, self._precision),
             0.0 if pure else copied_bytes_per_s(device), added_bytes_per_s(device, dtype if pure else torch.float32),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vpipe import accelerator
+from vpipe.description.transfers import Transfers
 from vpipe.distributed.init import exchange
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError, counted
@@ -76,10 +77,11 @@ class RankGroup:
             threads: per rank; those of this process when left out.
         """
         device, cores, threads = self.device, self.cores(), threads or torch.get_num_threads()
+        carried = Transfers(backend, shared_memory=shared_memory).transport
         if backend is None:
             backend = accelerator.collectives() if device.type != "cpu" and cores is None else "gloo"
         if device.type == "cpu":
-            backend += " and shared memory" * shared_memory
+            backend += " and shared memory" * (carried == "shared_memory")
             cores = cores or self._ranks_of(len(usable_cores()) // threads)
         structures = [structure(layer) for layer in model.layers]
         first = Identity(

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
+    from vpipe.runtime import transport
     from vpipe.runtime.pipeline_schedule import prepare_schedule
     from vpipe.runtime.slices import check_slices
     from vpipe.runtime.stage_usage import StageUsage
     from vpipe.runtime.step_results import Step
     from vpipe.runtime.worker import Worker
 
-__all__ = ["StageUsage", "Step", "Worker", "check_slices", "prepare_schedule"]
+__all__ = ["StageUsage", "Step", "Worker", "check_slices", "prepare_schedule", "transport"]
 
 # Loaded when first asked for: a config is read without torch.
 __getattr__ = lazy(__name__, {

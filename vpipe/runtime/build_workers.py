@@ -28,7 +28,7 @@ from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import Compression
-from vpipe.runtime.transport.process_group import DistributedTransport
+from vpipe.runtime.transport.process_group import transport_class
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.weight_versions import HOOKS
 from vpipe.runtime.worker import Worker
@@ -119,9 +119,9 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
             stages[s].weights.own(own)  # drops masters, which the optimizers have left then
         replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
         transport: Transport = (
-            DistributedTransport(world.own, description.transfers.timeout_s, max(schedule.peak_activations),
-                                 partial(describe_rank, placement, lanes=lanes.ranks),
-                                 count_buckets(replicated, owners), description.transfers.shared_memory, lanes.own)
+            transport_class(description.transfers, world.own)(
+                world.own, description.transfers.timeout_s, max(schedule.peak_activations),
+                partial(describe_rank, placement, lanes=lanes.ranks), count_buckets(replicated, owners), lanes.own)
             if distributed else InProcessTransport(rank, mailbox))
         scaler = LossScaler(precision.loss_scale) if precision.scaled else None
         tied = TiedWeights(ties, frozen_ties, placement, stages, transport)

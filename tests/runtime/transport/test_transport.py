@@ -9,7 +9,7 @@ import torch
 from golden import refusal
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.process_group import HEADER_BYTES, MOST_TENSORS, _header, _tag
+from vpipe.runtime.transport.process_group import HEADER_BYTES, MOST_TENSORS, _tag, header_of
 from vpipe.runtime.transport.transport import (
     InProcessTransport,
     Mailbox,
@@ -73,18 +73,18 @@ def test_a_spec_is_what_the_receiver_must_know() -> None:
 def test_announced_shapes_arrive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     wants = dtype.is_floating_point or dtype.is_complex
     tensors = [torch.empty(shape, dtype=dtype, requires_grad=wants), torch.empty(1)]
-    header = _header(tensors)
+    header = header_of(tensors)
     assert header.nbytes == HEADER_BYTES
     assert decode_specs(header.numpy().tobytes()) == [
         TensorSpec(shape, dtype, wants), TensorSpec((1,), torch.float32, wants_gradient=False)]
 
 
 def test_too_many_tensors_and_too_long_shapes_are_refused() -> None:
-    assert len(decode_specs(_header([torch.empty(1)] * MOST_TENSORS).numpy().tobytes())) == 62
-    assert refusal(_header, [torch.empty(1)] * 63) == (
+    assert len(decode_specs(header_of([torch.empty(1)] * MOST_TENSORS).numpy().tobytes())) == 62
+    assert refusal(header_of, [torch.empty(1)] * 63) == (
         "error: 63 tensors cross a cut between stages\nhint: at most 62 can")
     with pytest.raises(UserError, match=r"shapes of 40 tensors between stages take [0-9]+ bytes\nhint: at most 4096"):
-        _header([torch.empty((1,) * 60)] * 40)
+        header_of([torch.empty((1,) * 60)] * 40)
 
 
 def test_tensors_under_way_at_one_time_have_tags_of_their_own() -> None:

@@ -15,10 +15,13 @@ from vpipe.app.config.validation import FilePath, Ints, Mistake, MistakesError, 
 from vpipe.app.config.yaml_tree import describe
 from vpipe.app.sizes import parse_size
 from vpipe.errors import UserError, nearest
+from vpipe.plugins import PluginGroup
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 
 ORION = "orion"
 """What must be added for ``use_orion_scheduler``, under this name, to :data:`~vpipe.app.config.formats.ADDITIONS`."""
+
+TRANSPORTS = PluginGroup("vpipe.transports", "transport")
 
 AUTO: Final = "auto"
 """Value of keys that are planned when the run starts."""
@@ -80,6 +83,14 @@ def _device(value: Any) -> Any:
                                 "device: leave it out to compute on GPUs where there are any"))
 
 
+def _backend(value: Any) -> Any:
+    known = ("gloo", *accelerator.DIRECT)
+    if value is None or value in known or value in TRANSPORTS.names:
+        return value
+    raise MistakesError(Mistake((), f"must be 'gloo', 'nccl', 'xccl' or 'hccl', got {describe(value)}",
+                                nearest(str(value), known)))
+
+
 def _codecs(value: Any) -> Any:
     return check_entries(value, lambda name: name in get_args(Codec), "none, bf16 or int8",
                          "compress: how tensors travel between stages: one word, or a list with one per cut")
@@ -94,6 +105,7 @@ Codec = Literal["none", "bf16", "int8"]
 Codecs = Annotated[Codec | tuple[Codec, ...], BeforeValidator(_codecs)]
 Recomputed = Annotated[float | tuple[float | tuple[int, ...], ...] | Literal["auto"], BeforeValidator(_recompute)]
 Bytes = Annotated[int | None, BeforeValidator(_size)]
+Backend = Annotated[Literal["gloo", "nccl", "xccl", "hccl"] | str | None, BeforeValidator(_backend)]
 DeviceName = Annotated[str | None, BeforeValidator(_device)]
 
 
@@ -150,7 +162,7 @@ class ParallelSection(Section):
     zero1: bool = Field(False, description=(
         "each replica of a stage steps a part of its parameters, and keeps the optimizer's state of these alone; same "
         "numbers, and as many bytes between replicas; without replicas it changes nothing"))
-    backend: Literal["gloo", "nccl", "xccl", "hccl"] | None = Field(None, description=(
+    backend: Backend = Field(None, description=(
         "communication between ranks; null takes nccl where every rank has a GPU of its own, else gloo"))
     device: DeviceName = Field(None, description=(
         "device of a rank: cpu; cuda, or the kind that torch is built for, such as xpu: the GPU with the rank's "
@@ -180,7 +192,7 @@ class ParallelSection(Section):
     @property
     def joining(self) -> dict[str, Any]:
         """Return the arguments of :func:`vpipe.distributed.join_world`."""
-        return {"backend": self.backend, "timeout_s": self.timeout_s, "device": self.device}
+        return {"backend": Transfers(self.backend).group, "timeout_s": self.timeout_s, "device": self.device}
 
     @property
     def to_plan(self) -> tuple[str, ...]:
@@ -285,7 +297,7 @@ class ParallelSection(Section):
         """The transfers between stages. The ranks are joined already, whatever the backend."""
         codecs = [f"{name}_stochastic" if name == "int8" and self.compress_rounding == "stochastic" else name
                   for name in used_codecs(self.compress)]
-        return Transfers(None, self.timeout_s, self.shared_memory,
+        return Transfers(self.backend if self.backend in TRANSPORTS.names else None, self.timeout_s, self.shared_memory,
                          codecs if isinstance(self.compress, tuple) else codecs[0])
 
     @property

@@ -27,7 +27,6 @@ from pydantic.fields import FieldInfo
 
 from vpipe.app.config.yaml_tree import Keys, Tree, describe
 from vpipe.errors import Problem, UserError, nearest
-from vpipe.retired import RETIRED
 
 MOST_SAMPLES = 1 << 20
 """Largest batch."""
@@ -157,15 +156,15 @@ def _problems(kind: type[Section], tree: Tree, details: Any) -> Iterator[tuple[K
             for mistake in context["error"].mistakes:
                 whole = (*keys, *mistake.keys)
                 yield whole, Problem(f"{tree.name(whole)} {mistake.predicate}", mistake.hint, tree.where(whole))
-        case "extra_forbidden" if name in RETIRED:
-            yield keys, Problem(f"{name} is no key any more", RETIRED[name], tree.places[keys].key)
+        case "extra_forbidden" if name in UserError.retired:
+            yield keys, Problem(f"{name} is no key any more", UserError.retired[name], tree.places[keys].key)
         case "extra_forbidden":
             yield keys, Problem(f"unknown key '{name}'", _instead(kind, keys), tree.places[keys].key)
         case "missing":
             yield keys, Problem(f"the key '{name}' is missing", f"add {described}", where)
-        case "literal_error" if f"{name}={details['input']}" in RETIRED:
+        case "literal_error" if f"{name}={details['input']}" in UserError.retired:
             yield keys, Problem(f"{name} cannot be {describe(details['input'])} any more",
-                                RETIRED[f"{name}={details['input']}"], where)
+                                UserError.retired[f"{name}={details['input']}"], where)
         case "literal_error":
             known = _choices(info)
             yield keys, Problem(f"{name} must be {context['expected']}, got {describe(details['input'])}",

@@ -76,7 +76,8 @@ def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped |
         first = devices.rank == 0
         log.info("rank %d computes on %s", devices.rank, devices.own)
         if first:
-            print(f"{size_lines(job)}\n{devices.line(job.config.parallel.shared_memory)}", flush=True)
+            shared = job.config.parallel.transfers.transport == "shared_memory"
+            print(f"{size_lines(job)}\n{devices.line(shared)}", flush=True)
             exits.enter_context(running(folder))
         start = start or ResumePoint(None, None)
         if start.manifest is not None:

@@ -192,7 +192,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
         measured = measure(model, [microbatch_of(job, size) for size, _ in missing], job.optimizer.from_named,
                            identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
                            timeout_s=config.parallel.timeout_s, tell=progress,
-                           shared_memory=config.parallel.shared_memory)
+                           shared_memory=config.parallel.shared_memory, backend=config.parallel.backend)
         found |= {size: profile for (size, _), profile in zip(missing, measured, strict=True)}
     if world.rank == 0:
         for size, _ in missing:

@@ -1,5 +1,7 @@
-"""Transfer tensors between processes: with torch.distributed, over gloo or a backend with nccl's rules, or between
-processes of one host that compute on processors through shared memory (:mod:`vpipe.runtime.transport.shared_memory`).
+"""Transfer tensors between processes with torch.distributed, over gloo or a backend with nccl's rules.
+
+A transport of another package (:func:`transport_class`) derives :class:`DistributedTransport`: it carries what it can,
+and leaves the rest to gloo. One between the processes of a host is in ``vpipe/extras/shared_memory``.
 
 Values for the host (losses, gradient norms, stop flags, shapes, votes) are sent over gloo in host memory. Tensors
 between stages are, too, unless their device has a backend of its own. Such a backend is taken to keep nccl's rules
@@ -14,26 +16,25 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from time import perf_counter
 from typing import NamedTuple, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vpipe import accelerator
+from vpipe.description.transfers import TRANSPORTS, Transfers
 from vpipe.distributed.init import exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.link import LinkClosedError
-from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers, connect
 from vpipe.runtime.transport.transport import (
     TensorSpec,
     TransferKey,
@@ -80,7 +81,6 @@ class TensorGroups:
 
 _control: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _tensor_groups: WeakKeyDictionary[dist.ProcessGroup, TensorGroups] = WeakKeyDictionary()
-_host_links: WeakKeyDictionary[dist.ProcessGroup, HostLinks] = WeakKeyDictionary()
 
 
 def backend_of(device: torch.device) -> str | None:
@@ -128,33 +128,30 @@ def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
     return _tensor_groups[default]
 
 
-def host_links(wanted: bool, timeout_s: float) -> HostLinks | None:
-    """Return the links through shared memory, which the pipelines of a process share. All ranks must call it together.
+def transport_class(transfers: Transfers, device: torch.device) -> type[DistributedTransport]:
+    """Return the class of the transport that all ranks want (:attr:`Transfers.transport`); that of gloo and nccl where
+    one wants another. All ranks must call it together.
 
-    Args:
-        wanted: whether this rank may use them; if any may not, none does.
+    Raises:
+        UserError: the transport's package cannot be imported.
     """
-    default, watchdog = _world(), watch.watchdog
-    made = _host_links.get(default)
-    links, why = connect(dist.get_rank(), wanted, made, None if watchdog is None else watchdog.hosts,
-                         exchange(timeout_s=timeout_s).all_gather)
-    if why is not None and dist.get_rank() == 0:
-        _say(f"gloo carries tensors between ranks of a host, not shared memory: {why}")
-    if links is not None and made is None:
-        _host_links[default] = links
-        if watchdog is not None:
-            watchdog.break_off = partial(_break_off, watchdog.break_off, ref(links))
-    return links
-
-
-def _break_off(others: Callable[[], None], links: ref[HostLinks]) -> None:
-    others()
-    if (there := links()) is not None:
-        there.break_off()
+    if is_ordered(device):
+        return DistributedTransport
+    wanted = transfers.transport
+    found: list[type[DistributedTransport]] = TRANSPORTS.added(wanted) if wanted else []
+    of_ranks = exchange(timeout_s=transfers.timeout_s).all_gather(wanted)
+    if not (named := [name for name in of_ranks if name]):
+        return DistributedTransport
+    others = [(rank, name) for rank, name in enumerate(of_ranks) if name != named[0]]
+    if others and dist.get_rank() == 0:
+        other, name = others[0]
+        say_once(f"gloo carries tensors between ranks of a host, not {named[0].replace('_', ' ')}: rank {other} "
+             + ("has not installed it" if name is None else f"is set to {name or 'shared_memory false'}"))
+    return DistributedTransport if others else found[0]
 
 
 @cache
-def _say(text: str) -> None:
+def say_once(text: str) -> None:
     """Print a line, once."""
     print(text, file=sys.stderr, flush=True)
 
@@ -236,24 +233,31 @@ class _Posted(NamedTuple):
 class DistributedTransport:
     """Transfer tensors from and to the one rank of this process.
 
+    A subclass overrides ``send``, ``post``, ``receive_specs`` and ``receive`` for what it carries another way, and
+    calls those here for the rest.
+
     Attributes:
         ordered: whether tensors are sent over a backend with nccl's rules. Transfers must then be posted and sent in
             the order of :mod:`vpipe.schedules.transfer_order`.
         watch: the watchdog of this process.
         describe: ``rank of the job -> "rank 2 (stage 2)"``, for messages.
         timeout_s: how long a transfer may take before the run fails.
+        lane: the job's rank of every rank of the pipeline.
+        generation: the number of this transport among those of the process, equal on all ranks: what an abandoned
+            pipeline left must not be taken for a transfer of a later one.
+        most_under_way: transfers of each kind to a rank that may not have arrived.
+        unhurried: the job's ranks that receive what is sent over gloo only once they learn of it.
 
     Args:
         device: of the received tensors. gloo carries tensors in host memory, so those of a GPU are copied.
         in_flight: most microbatch-stages whose activations a rank holds at once.
         buckets: transfers that a sum over replicas takes per peer.
-        shared_memory: whether ranks of one host may use it, where they compute on processors.
-        lane: of every rank of the pipeline the job's; None where the pipeline has all ranks of the job.
+        lane: None where the pipeline has all ranks of the job.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, in_flight: int, describe: Callable[[int], str],
-                 buckets: int, shared_memory: bool = True, lane: Sequence[int] | None = None) -> None:
-        self._lane = lane = range(dist.get_world_size()) if lane is None else lane
+                 buckets: int, lane: Sequence[int] | None = None) -> None:
+        self.lane = lane = range(dist.get_world_size()) if lane is None else lane
         self.rank = lane.index(dist.get_rank())
         self.bytes_sent = 0
         self.wait_s = 0.0
@@ -263,22 +267,19 @@ class DistributedTransport:
         self.watch = watch.watchdog
         if self.watch is not None:
             self.watch.describe = describe
-        self._most_under_way = dict.fromkeys(TransferKind, SENDS_UNDER_WAY + len(lane))
-        self._most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS),
+        self.most_under_way = dict.fromkeys(TransferKind, SENDS_UNDER_WAY + len(lane))
+        self.most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS),
                                               max(SENDS_UNDER_WAY, in_flight))
         # A sum over replicas waits for all peers, so the sends of the update before have ended.
-        self._most_under_way |= dict.fromkeys((TransferKind.SHARES, TransferKind.SUMS, TransferKind.WEIGHTS),
+        self.most_under_way |= dict.fromkeys((TransferKind.SHARES, TransferKind.SUMS, TransferKind.WEIGHTS),
                                               2 * buckets)
         self._control = control_group(self._timeout)
         self.ordered = is_ordered(device)
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
         # A receive waits for the stream in which it is posted: in one of its own for nothing that is being computed.
         self._receives = accelerator.new_stream(device) if self.ordered and device.type != "cpu" else None
-        # Transfers that an abandoned pipeline left must not match a later one's; every rank builds them in one order.
-        self._generation = next(_generations)
-        links = None if self.ordered else host_links(shared_memory and device.type == "cpu", timeout_s)
-        self._shared = None if links is None or not links.links else SharedMemoryTransfers(
-            links, self._generation, self._most_under_way[TransferKind.ACTIVATIONS], timeout_s)
+        self.generation = next(_generations)
+        self.unhurried: Container[int] = ()
         self._posted: dict[tuple[int, TransferKey], _Posted] = {}
         self._sent: dict[tuple[int, TransferKind], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = \
             defaultdict(deque)
@@ -289,16 +290,13 @@ class DistributedTransport:
     # Methods of the protocol take the pipeline's ranks, all others the job's.
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        peer = self._lane[peer]
-        if self._shared is not None and self._shared.carries(peer) \
-                and self._send_shared(self._shared, peer, key, tensors, announce):
-            return
+        peer = self.lane[peer]
         group, device = self._group_and_device(key)
         detached = [t.detach() for t in tensors]
         carried = accelerator.on_host(detached) if device == _HOST else [t.to(device).contiguous() for t in detached]
         # Even an empty tensor keeps its number, so that both sides count alike.
         with PeerTransfer(peer, "sending", self.timeout_s, key, self):
-            header = [(MOST_TENSORS, _header(tensors))] if announce else []
+            header = [(MOST_TENSORS, header_of(tensors))] if announce else []
             work = self._start(dist.isend, peer, key, self._control, header)
             work += self._start(dist.isend, peer, key, group, enumerate(carried))
         self.bytes_sent += sum(t.nbytes for t in carried)
@@ -306,21 +304,21 @@ class DistributedTransport:
             self._announced[peer, key.stage].add(key.number)
         under_way = self._sent[peer, key.kind]
         under_way.append((key, work, carried))
-        while len(under_way) > self._most_under_way[key.kind] and not self._is_linked(peer):
+        while len(under_way) > self.most_under_way[key.kind] and peer not in self.unhurried:
             self._complete(peer, *under_way.popleft())  # only now: the peer waits for what was just sent
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        peer = self._lane[peer]
-        if self._shared is not None and peer in self._shared.links.links:
-            self._shared.post(peer, key, specs)
-            return
+        peer = self.lane[peer]
         with PeerTransfer(peer, "receiving", self.timeout_s, key, self):
-            self._post_gloo(peer, key, specs)
+            if specs is None:
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+                self._posted[peer, key] = _Posted(
+                    None, self._start(dist.irecv, peer, key, self._control, [(MOST_TENSORS, header)]), [header])
+            else:
+                self._posted[peer, key] = self._post(peer, key, specs)
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        peer = self._lane[peer]
-        if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
-            return self._shared.specs(peer, key)
+        peer = self.lane[peer]
         posted = self._posted[peer, key]
         with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
             self._wait(posted.work, on_host=True)
@@ -329,9 +327,7 @@ class DistributedTransport:
         return specs
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
-        peer = self._lane[peer]
-        if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
-            return self._shared.take(peer, key)
+        peer = self.lane[peer]
         specs, works, buffers = self._posted.pop((peer, key))
         for_host = key.kind not in GROUP_OF_KIND
         with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
@@ -352,7 +348,7 @@ class DistributedTransport:
 
     def wait_sent(self, kind: TransferKind) -> None:
         for (peer, of), under_way in self._sent.items():
-            if of == kind and not self._is_linked(peer):
+            if of == kind and peer not in self.unhurried:
                 for _ in range(len(under_way)):
                     sent = under_way.popleft()
                     if kind == TransferKind.ACTIVATIONS and self._announced[peer, sent[0].stage]:
@@ -364,70 +360,17 @@ class DistributedTransport:
         raise AssertionError("what is on its way to another process cannot be called back")
 
     def finish(self) -> None:
-        untaken = [key for _, key in self._posted]
-        if self._shared is not None:  # first, since gloo sends by itself
-            started = perf_counter()
-            for peer, key, is_done in self._shared.unfinished():
-                with PeerTransfer(peer, "sending", self.timeout_s, key, self):
-                    self._shared.wait(peer, is_done)
-            self.wait_s += perf_counter() - started
-            untaken += self._shared.untaken()
         for (peer, kind), under_way in self._sent.items():
             while under_way and kind != TransferKind.CHECKSUMS:
                 self._complete(peer, *under_way.popleft())
         self._announced.clear()
-        check_all_taken(untaken, self._lane[self.rank])
+        check_all_taken(self.untaken(), self.lane[self.rank])
         if self._groups is not None:
             self._groups.idle = True
 
-    # -- through shared memory
-
-    def _is_linked(self, peer: int) -> bool:
-        """Return whether a rank has a link; what is sent to it otherwise is received when it has learnt of that."""
-        return self._shared is not None and peer in self._shared.links.links
-
-    def _send_shared(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey, tensors: Sequence[Tensor],
-                     announce: bool) -> bool:
-        """Send through shared memory; return False if it is full."""
-        if announce:
-            _header(tensors)  # refuses what it would refuse over gloo
-        try:
-            shared.send(peer, key, tensors)
-        except LinkClosedError as error:
-            with PeerTransfer(peer, "sending", self.timeout_s, key, self):
-                raise RuntimeError(str(error)) from error
-        except OSError as error:
-            shared.links.give_up(error.errno or 0)
-            return False
-        self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
-        if key.kind == TransferKind.ACTIVATIONS and shared.is_crowded(peer):
-            started = perf_counter()
-            with PeerTransfer(peer, "sending", self.timeout_s, key, self):
-                shared.wait(peer, lambda: not shared.is_crowded(peer))
-            self.wait_s += perf_counter() - started
-        return True
-
-    def _await(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey) -> bool:
-        """Wait for a posted transfer; return False if it comes over gloo, where its receive is then posted."""
-        started = perf_counter()
-        arrived = shared.has_arrived(peer, key)
-        if not arrived:
-            with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
-                arrived = shared.wait_for(peer, key)
-                if not arrived:
-                    self._post_gloo(peer, key, shared.withdraw(peer, key))
-        self.wait_s += perf_counter() - started
-        return arrived
-
-    # -- over gloo and nccl
-
-    def _post_gloo(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        if specs is None:
-            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            self._posted[peer, key] = _Posted(
-                None, self._start(dist.irecv, peer, key, self._control, [(MOST_TENSORS, header)]), [header])
-        else:
-            self._posted[peer, key] = self._post(peer, key, specs)
+    def untaken(self) -> list[TransferKey]:
+        """Return the posted receives that were never taken."""
+        return [key for _, key in self._posted]
 
     def _post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> _Posted:
         group, device = self._group_and_device(key)
@@ -446,7 +389,7 @@ class DistributedTransport:
                tensors: Iterable[tuple[int, Tensor]]) -> list[dist.Work]:
         """Begin to send or to receive the tensors of a transfer, each with its number there; an empty one is not."""
         works = [way(as_sent(tensor) if self.ordered else tensor, peer, group,
-                     _tag(key, number, tensor.nbytes, self._generation))
+                     _tag(key, number, tensor.nbytes, self.generation))
                  for number, tensor in tensors if tensor.numel()]
         assert None not in works, "this rank is in the group"
         return cast("list[dist.Work]", works)
@@ -487,7 +430,7 @@ def _tag(key: TransferKey, number: int, size: int, generation: int) -> int:
     return ((turn * 16 + _PLACES[key.kind]) * 32 + key.stage % 32) * 1024 + mixed
 
 
-def _header(tensors: Sequence[Tensor]) -> Tensor:
+def header_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return the encoded specs of tensors in a tensor of fixed size."""
     if len(tensors) > MOST_TENSORS:
         raise UserError(f"{len(tensors)} tensors cross a cut between stages", hint=f"at most {MOST_TENSORS} can")

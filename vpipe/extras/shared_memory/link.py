@@ -25,16 +25,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from vpipe.distributed.connection import close_in_child
 from vpipe.errors import RunError
-from vpipe.runtime.transport.shared_buffers import Buffer, BufferLayout, BufferPool, map_memory
-from vpipe.runtime.transport.transport import (
-    TensorSpec,
-    TransferKey,
-    TransferKind,
-    contiguous,
-    encode_specs,
-)
+from vpipe.extras.shared_memory.shared_buffers import Buffer, BufferLayout, BufferPool, map_memory
+from vpipe.runtime import transport
+
+TensorSpec = transport.TensorSpec
+TransferKey = transport.TransferKey
+TransferKind = transport.TransferKind
+contiguous = transport.contiguous
+encode_specs = transport.encode_specs
 
 INLINE_BYTES = 4096
 """Of all tensors of a transfer, up to which they are a part of the message: a buffer would cost more."""
@@ -106,7 +105,7 @@ class SharedMemoryLink:
 
     def __init__(self, peer: int, connected: socket.socket) -> None:
         connected.setblocking(False)
-        close_in_child(connected)
+        transport.close_in_child(connected)
         self.peer, self.socket = peer, connected
         self.closed = self.full_here = self.full_there = False
         self.unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()

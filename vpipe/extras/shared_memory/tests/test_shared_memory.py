@@ -20,23 +20,22 @@ from torch import Tensor
 from world import World
 
 from vpipe.errors import RunError
+from vpipe.extras.shared_memory import host_links, link, shared_buffers, transport
+from vpipe.extras.shared_memory.host_links import HostLinks, SharedMemoryTransfers, connect
+from vpipe.extras.shared_memory.link import HEAD, INLINE_BYTES, LinkClosedError, SharedMemoryLink
+from vpipe.extras.shared_memory.shared_buffers import BufferLayout
+from vpipe.extras.shared_memory.transport import SharedMemoryTransport
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.transport import link, process_group, shared_buffers, shared_memory
-from vpipe.runtime.transport.link import HEAD, INLINE_BYTES, LinkClosedError, SharedMemoryLink
-from vpipe.runtime.transport.process_group import DistributedTransport
-from vpipe.runtime.transport.shared_buffers import BufferLayout
-from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers, connect
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 pytestmark = pytest.mark.jobs
 
 
-def transport_of(engine: Engine) -> DistributedTransport:
+def links_of(engine: Engine) -> list[int]:
     [worker] = engine.workers.values()
-    transport = worker.transport
-    assert isinstance(transport, DistributedTransport)
-    return transport
+    used = worker.transport
+    return sorted(used._shared.links.links) if isinstance(used, SharedMemoryTransport) and used._shared else []
 
 
 def open_memories() -> int:
@@ -52,14 +51,14 @@ def open_memories() -> int:
 @contextmanager
 def new_links() -> Iterator[pytest.MonkeyPatch]:
     """Links of this job alone, and changes that end with it."""
-    there = dict(process_group._host_links)
-    process_group._host_links.clear()
+    there = dict(transport._host_links)
+    transport._host_links.clear()
     with pytest.MonkeyPatch.context() as patch:
         yield patch
-    for links in process_group._host_links.values():
+    for links in transport._host_links.values():
         links.close()  # the watchdog's thread may refer to them until its next beat
-    process_group._host_links.clear()
-    process_group._host_links.update(there)
+    transport._host_links.clear()
+    transport._host_links.update(there)
 
 
 def train(*, inline_bytes: int = 0, memories: int | None = None, hosts: list[str] | None = None,
@@ -76,7 +75,7 @@ def train(*, inline_bytes: int = 0, memories: int | None = None, hosts: list[str
     with new_links() as patch:
         patch.setattr(link, "INLINE_BYTES", inline_bytes)
         if hosts is not None:
-            patch.setattr(shared_memory, "_boot", lambda: hosts[rank])
+            patch.setattr(host_links, "_boot", lambda: hosts[rank])
         if memories is not None and rank == 1:
             allocate, left = os.posix_fallocate, iter(range(memories + 1))  # one at the start
 
@@ -90,8 +89,7 @@ def train(*, inline_bytes: int = 0, memories: int | None = None, hosts: list[str
 
         def looking(pipe: Pipeline, *given: Any) -> None:
             set_up(pipe, *given)
-            shared = transport_of(pipe.engine)._shared
-            seen.append([] if shared is None else sorted(shared.links.links))
+            seen.append(links_of(pipe.engine))
 
         patch.setattr(Pipeline, "_set_up", looking)
         result = jobs.train(**arguments, shared_memory=rank not in unwanted)
@@ -349,15 +347,15 @@ def test_a_child_has_no_end_of_a_link(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(("here", "there", "why"), [
-    ("wanted", "", "rank 1 is set to shared_memory false"), ("unwanted", "", None),
-    ("wanted", "rank 1 got none: it has gone", "rank 1 got none: it has gone"),
+    ("on a processor", "", None), ("on a GPU", "", None),
+    ("on a processor", "rank 1 got none: it has gone", "rank 1 got none: it has gone"),
     ("full", None, "rank 0 got none: No space left on device"),
     ("another system", None, "the system of rank 0 has none without a name (Linux has)")])
 def test_all_ranks_use_it_or_none(here: str, there: str | None, why: str | None,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "is_available", lambda: here != "another system")
-    monkeypatch.setattr(shared_memory, "memory_error", lambda: errno.ENOSPC * (here == "full"))
-    assert connect(0, here != "unwanted", None, None, lambda row: [row, [there, "", "", ""]]) == (None, why)
+    monkeypatch.setattr(host_links, "is_available", lambda: here != "another system")
+    monkeypatch.setattr(host_links, "memory_error", lambda: errno.ENOSPC * (here == "full"))
+    assert connect(0, here != "on a GPU", None, None, lambda row: [row, [there, "", "", ""]]) == (None, why)
 
 
 # -- the ranks of a world ------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from vpipe.errors import RunError
-from vpipe.runtime.transport.link import (
+from vpipe.extras.shared_memory.link import (
     FULL,
     NO_GENERATION,
     NO_KEY,
@@ -36,8 +36,12 @@ from vpipe.runtime.transport.link import (
     ReceivedMessage,
     SharedMemoryLink,
 )
-from vpipe.runtime.transport.shared_buffers import memory_error
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
+from vpipe.extras.shared_memory.shared_buffers import memory_error
+from vpipe.runtime import transport
+
+TensorSpec = transport.TensorSpec
+TransferKey = transport.TransferKey
+TransferKind = transport.TransferKind
 
 
 class HostLinks:
@@ -287,7 +291,7 @@ def connect(rank: int, wanted: bool, made: HostLinks | None, hosts: Sequence[str
         hosts: the name of each rank's host, if known.
         all_gather: gives all ranks what JSON holds, and returns those of all.
     """
-    why: str | None = None  # there is none here; empty where nobody asks
+    why: str | None = None  # there is none here; empty where nothing is to be told
     if not wanted or (made is not None and made.full):
         why = ""
     elif not is_available():
@@ -304,11 +308,8 @@ def connect(rank: int, wanted: bool, made: HostLinks | None, hosts: Sequence[str
     boots = [boot for _, boot, _, _ in offers]
     connected: dict[int, socket.socket] = {}
     try:
-        if refusing := [(one, theirs) for one, (theirs, *_) in enumerate(offers) if theirs is not None]:
-            first, why = refusing[0]
-            if not why and len(refusing) < len(offers):
-                why = f"rank {first} is set to shared_memory false"
-            return None, why or None
+        if refusing := [theirs for theirs, *_ in offers if theirs is not None]:
+            return None, refusing[0] or None
         if listener is None:
             return made, None
         near = [peer for peer, boot in enumerate(boots) if peer != rank and boot == boots[rank]]

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.runtime.transport.transport import TensorSpec, decode_specs
+from vpipe.runtime import transport
+
+TensorSpec = transport.TensorSpec
 
 ALIGNMENT = 64
 """Of a tensor in a buffer, as torch's own: kernels may sum in another order at other addresses."""
@@ -31,6 +33,7 @@ IDLE_SENDS = 1000
 
 TESTED_BYTES = 1 << 20
 """Of shared memory that must be there at the start."""
+
 
 class BufferLayout(NamedTuple):
     """The places of a transfer's tensors in a buffer.
@@ -49,7 +52,7 @@ class BufferLayout(NamedTuple):
     @lru_cache(1000)
     def parse(code: bytes) -> BufferLayout:
         """Return the layout for encoded specs. Raises ValueError if the bytes are none."""
-        specs, places, end = decode_specs(code), [], 0
+        specs, places, end = transport.decode_specs(code), [], 0
         for spec in specs:
             count = prod(spec.shape)
             places.append((end, count))
