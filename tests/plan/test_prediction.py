@@ -173,7 +173,7 @@ def test_a_rank_with_two_stages_holds_both_at_one_moment() -> None:
         held = sum(stages[stage].memory.activations + stages[stage].memory.weights for stage in own)
         assert held <= timeline.peak_bytes[rank]  # which counts a forward from its start, before another ends
         loads = peak_contents(timeline.schedule.programs[rank], own, timeline.costs, timeline.schedule.frozen)
-        assert held == sum(loads[stage].size(timeline.costs.stages[stage]) for stage in own)
+        assert held == sum(n * value.bytes(timeline.costs.stages[stage]) for (value, stage), n in loads.items())
 
 
 def test_replicas_halve_the_work_and_step_together() -> None:

@@ -14,7 +14,8 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
-from vpipe.schedules.loads import rank_loads
+from vpipe.schedules.kinds import HALF, SAVED
+from vpipe.schedules.loads import peak
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
@@ -78,8 +79,7 @@ AT_MOST = {"v_half", "v_min", "auto"}  # their bounds count from F to W, or come
 def test_memory_from_forward_to_weight_half(name: str, most: Callable[[int], int]) -> None:
     for ranks in range(1, 9):
         for microbatches in (1, 2, 5, 24):
-            held = [max(activations + halves for _, activations, halves in rank_loads(program))
-                    for program in made(name, ranks, microbatches).programs]
+            held = [peak(program, SAVED, HALF) for program in made(name, ranks, microbatches).programs]
             assert max(held) <= 2 * min(most(ranks), microbatches)
             if microbatches == 24:
                 assert max(held) == 2 * most(ranks)

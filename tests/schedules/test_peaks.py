@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vpipe.schedules.action import Action
-from vpipe.schedules.loads import RankPeaks, StagePeaks, rank_loads, stage_loads
+from vpipe.schedules.kinds import HALF, SAVED
+from vpipe.schedules.loads import RankPeaks, StagePeaks, count_of, moments, stage_loads
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
 from vpipe.testing.strategies import prove
@@ -15,9 +16,8 @@ def parsed(program: str) -> list[Action]:
 
 def test_memory_of_a_rank_after_each_action() -> None:
     program = parsed("0F0 0SEND_F0 3F0 3R0 3B0 0I0 0F1 0W0 0STEP0")
-    assert list(rank_loads(program)) == [
-        (0, 1, 0), (2, 2, 0), (4, 1, 0),  # of both its stages
-        (5, 0, 1), (6, 1, 1), (7, 1, 0)]
+    assert [[moment.size for moment in moments(program, count_of(value))] for value in (SAVED, HALF)] == [
+        [0, 1, 2, 2, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1, 1, 0]]  # of both its stages
 
 
 def test_memory_of_a_stage_after_each_action() -> None:

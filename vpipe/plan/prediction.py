@@ -13,6 +13,7 @@ from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory, unsent_inputs, waiting_bytes
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED
 from vpipe.schedules.loads import peak_contents
 from vpipe.schedules.prepare import ScheduleSpec, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
@@ -94,13 +95,14 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
     contents = [peak_contents(program, schedule.stages_of(rank), costs, schedule.frozen)
                 for rank, program in enumerate(schedule.programs)]
     kept = unsent_inputs(profile, partition, schedule.placement)
-    waiting = [waiting_bytes(kept, {stage: held.in_flight for stage, held in own.items()}) for own in contents]
+    waiting = [waiting_bytes(kept, {stage: held[SAVED, stage] for stage in schedule.stages_of(rank)})
+               for rank, held in enumerate(contents)]
     sending, stages = _sending_s(timeline), []
     for stage, layers in enumerate(ranges(partition)):
         cost, ranks = costs.stages[stage], schedule.placement[stage]
-        memories = [stage_memory(profile, layers, recomputed[stage], held.in_flight, held.versions, held.weight_halves,
-                                 held.recomputed, len(ranks), lanes, waiting[rank].get(stage, 0))
-                    for rank, held in ((rank, contents[rank][stage]) for rank in sorted(ranks))]
+        memories = [stage_memory(profile, layers, recomputed[stage], held[SAVED, stage], held[UPDATED, stage],
+                                 held[HALF, stage], held[RECOMPUTED, stage], len(ranks), lanes,
+                                 waiting[rank].get(stage, 0)) for rank, held in enumerate(contents) if rank in ranks]
         stages.append(StagePrediction(
             layers.start, len(layers), ranks, schedule.slices * float(cost.forward_s),
             schedule.slices * float(cost.input_s + cost.weight_s), schedule.slices * float(cost.recompute_s),

@@ -13,8 +13,8 @@ from vpipe.errors import Problem, UserError, VpipeError, counted
 from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.kinds import UPDATE
-from vpipe.schedules.loads import RankPeaks
+from vpipe.schedules.kinds import SAVED, UPDATE
+from vpipe.schedules.loads import peak
 from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement, Size, default_warmup
@@ -86,7 +86,7 @@ def outline(name: str, placement: Placement, microbatches: int, update_every: in
         {}, not registered.flush, () if registered.flush else tuple(views[ranks[0]].warmup for ranks in placement),
         slices=slices)
     if views[0].shared:
-        peaks = tuple(RankPeaks.of(program(rank)).peak_activations for rank in range(len(views)))
+        peaks = tuple(peak(program(rank), SAVED) for rank in range(len(views)))
         outlined = replace(outlined, peak_activations=peaks)
     return outlined, program
 

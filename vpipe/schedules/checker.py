@@ -17,6 +17,7 @@ from vpipe.schedules.kinds import (
     EXCHANGED,
     MICROBATCH,
     NORMS,
+    SAVED,
     SUM,
     TIED_VERSION,
     UPDATE,
@@ -26,7 +27,7 @@ from vpipe.schedules.kinds import (
     Needed,
     Value,
 )
-from vpipe.schedules.loads import rank_loads, stage_loads
+from vpipe.schedules.loads import count_of, moments, stage_loads
 from vpipe.schedules.schedule import Schedule, Spot
 from vpipe.schedules.transfer_order import in_one_order
 from vpipe.schedules.versions import VersionRegister
@@ -391,12 +392,12 @@ def weight_versions(graph: Graph) -> None:
 def peak_activations(graph: Graph) -> None:
     """Check that a rank holds the activations of at most its stated number of microbatch-stages."""
     for rank, bound in enumerate(graph.schedule.peak_activations):
-        for position, activations, _ in rank_loads(graph.schedule.programs[rank], graph.schedule.frozen):
-            if activations > bound:
+        for moment in moments(graph.schedule.programs[rank], count_of(SAVED), graph.schedule.frozen):
+            if moment.size > bound:
                 raise graph.error(f"rank {rank} holds the activations of "
-                                 f"{counted(activations, f'{graph.schedule.unit}-stage')}; the schedule states at "
+                                 f"{counted(int(moment.size), f'{graph.schedule.unit}-stage')}; the schedule states at "
                                  f"most {bound}", "run a backward before this forward, or state a higher peak",
-                                 (rank, position))
+                                 (rank, moment.position))
 
 
 def no_deadlock(graph: Graph) -> None:

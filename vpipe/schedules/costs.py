@@ -7,11 +7,9 @@ Every number may be an ``int``, a ``Fraction`` or a ``float``. The simulator cou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
-from math import lcm
 
 from vpipe.schedules.assignment import passes
 from vpipe.schedules.size import Placement, Size
@@ -102,17 +100,6 @@ class Costs:
     def link(self, source: int, target: int) -> Link:
         """Return the link from rank ``source`` to rank ``target``."""
         return self.links.get((source, target), self.default_link)
-
-    @cached_property
-    def in_units(self) -> tuple[Sequence[StageCosts], int]:
-        """The stages' costs with what is held in whole units, and how many a byte has: sums of integers are fast."""
-        names = ("activation_bytes", "weight_half_bytes", "kept_bytes", "version_bytes")
-        sizes = {getattr(stage, name) for stage in self.stages for name in names}
-        unit = 1 if any(isinstance(size, float) for size in sizes) else lcm(*(size.denominator for size in sizes))
-        if unit == 1:
-            return self.stages, 1
-        return [replace(stage, **{name: ratio(getattr(stage, name) * unit, 1) for name in names})
-                for stage in self.stages], unit
 
     @classmethod
     def uniform(cls, size: Size, forward: Number = 1, input: Number = 1,  # noqa: A002 (the half's name everywhere)

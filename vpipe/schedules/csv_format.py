@@ -26,7 +26,8 @@ from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, step
-from vpipe.schedules.loads import RankPeaks, StagePeaks
+from vpipe.schedules.kinds import SAVED
+from vpipe.schedules.loads import StagePeaks, peak
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
 
@@ -132,7 +133,7 @@ def _read(path: Path) -> CsvFile:
     flush, per_update = _updates(placement, programs, microbatches, path)
     schedule = Schedule(
         path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
-        tuple(RankPeaks.of(program).peak_activations for program in programs),
+        tuple(peak(program, SAVED) for program in programs),
         tuple(_versions([programs[rank] for rank in ranks], stage) for stage, ranks in enumerate(placement)), {})
     pairs = left_out.pop(_PAIR, 0)
     return CsvFile(schedule, left_out, pairs)

@@ -35,7 +35,7 @@ class Value:
             where that is the same rank.
         handed_over: also an owner and a borrower on one rank send and receive it.
         optional: it is needed only where something makes it.
-        bytes: of a package's value, what one takes on its rank while it is held.
+        bytes: what one takes on its rank while it is held, where memory is predicted.
         carrier: the kind that sends it to the ranks that need it, if any: a later row.
     """
 
@@ -56,12 +56,18 @@ def _at(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]:
     return homes
 
 
+def _forward_bytes(cost: StageCosts) -> Number:
+    """What a forward leaves for the backward."""
+    return cost.kept_bytes if cost.recompute_s else cost.activation_bytes
+
+
 OUTPUT = Value("output", _at(0))
 OUTPUT_GRADIENT = Value("gradient of the output", _at(1))
-SAVED = Value("saved activations")
+SAVED = Value("saved activations", bytes=_forward_bytes)
 OFFLOADED = Value("saved activations on the host")
-RECOMPUTED = Value("recomputed activations", optional=True)
-HALF = Value("inputs and gradients that the weight half needs")
+RECOMPUTED = Value("recomputed activations", optional=True,
+                   bytes=lambda cost: cost.activation_bytes - _forward_bytes(cost))
+HALF = Value("inputs and gradients that the weight half needs", bytes=lambda cost: cost.weight_half_bytes)
 CARRIED = Value("what a slice hands on to the next one, such as keys and values")
 CARRIED_GRADIENT = Value("gradient of what the slice before has handed on")
 GRADIENT = Value("weight gradient of a microbatch")
@@ -72,7 +78,7 @@ SUM = Value("sum of gradients over replicas",
 NORMS = Value("gradient norms",
               lambda at, stage, index, rank: at.placement[stage] if at.zero1 else
               () if rank in at.placement[stage] else at.placement[stage][:1])
-UPDATED = Value("weights after an update")
+UPDATED = Value("weights after an update", bytes=lambda cost: cost.version_bytes)
 PACE = Value("update of the first stage that trains",
              lambda at, stage, index, rank: [home for home in at.placement[stage] if home != rank])
 GATHERED = Value("gathered weights")
@@ -206,9 +212,6 @@ class Kind(str):
         self.whole_backward, self.first_half = self.returns and self.completes, self.returns and not self.completes
         self.second_half, self.recomputation = self.completes and not self.returns, RECOMPUTED in made
         self.is_own = False  # vpipe's, not a package's
-        holds = memory if memory is not None else Memory()
-        self.more_held = ((SAVED in holds.takes) - (SAVED in holds.frees),
-                          (HALF in holds.leaves) - (HALF in holds.frees))
         self.remembers = any(value in (SAVED, RECOMPUTED, OFFLOADED) for value in made)  # after the forward
         self.told = (self.sends or self.completes or not self.per_microbatch  # others may wait for it
                      or any(value.homes is not None and value not in (OUTPUT, OUTPUT_GRADIENT) for value in made))
@@ -287,11 +290,6 @@ def _forward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
 def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     behind = [(CARRIED_GRADIENT, s, i + 1)] if (i + 1) % at.assignment.slices else []
     return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i), *behind, *_gathered(at, s, i)
-
-
-def _forward_bytes(cost: StageCosts) -> Number:
-    """What a forward leaves for the backward."""
-    return cost.kept_bytes if cost.recompute_s else cost.activation_bytes
 
 
 def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:

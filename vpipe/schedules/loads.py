@@ -6,13 +6,20 @@ What an action takes, leaves and frees stands in the row of its kind (:mod:`vpip
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
+from itertools import islice
+from typing import NamedTuple
 
 from vpipe.schedules.action import Action
-from vpipe.schedules.costs import Costs, Number, StageCosts
-from vpipe.schedules.kinds import RECOMPUTED
+from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.kinds import RECOMPUTED, UPDATED, Needed, Value
 from vpipe.schedules.versions import VersionRegister
+
+Size = Callable[[Value, int, int], Number]
+"""The size of a value of a stage and an index while it is held."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +28,6 @@ class RankPeaks:
 
     peak_activations: int  # microbatch-stages between their forward and the passing of their gradient (B or I)
     peak_weight_halves: int  # microbatch-stages between their I and their W
-
-    @classmethod
-    def of(cls, program: Iterable[Action], frozen: int = 0) -> RankPeaks:
-        """Return the peaks of a program; see :func:`rank_loads`."""
-        loads = [(0, 0), *((activations, halves) for _, activations, halves in rank_loads(program, frozen))]
-        return cls(*map(max, zip(*loads, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,6 @@ class StagePeaks:
         """Return the peaks of a stage in the programs of its ranks."""
         loads = [load for program in programs for _, *load in stage_loads(program, stage, frozen)]
         return cls(*map(max, zip(*loads, strict=True)))
-
-
-def rank_loads(program: Iterable[Action], frozen: int = 0) -> Iterator[tuple[int, int, int]]:
-    """Yield the position of each action that takes or frees memory, and the activations and weight halves after it.
-
-    Both are counted in microbatch-stages, as in :class:`RankPeaks`; the ``frozen`` stages in front keep nothing.
-    """
-    activations = halves = 0
-    for position, action in enumerate(program):
-        more = action.op.more_held
-        if more != (0, 0) and action.stage >= frozen:
-            activations, halves = activations + more[0], halves + more[1]
-            yield position, activations, halves
 
 
 def stage_loads(program: Iterable[Action], stage: int, frozen: int = 0) -> Iterator[tuple[int, int, int]]:
@@ -95,73 +83,83 @@ def recomputations(program: Sequence[Action]) -> set[tuple[int, int]]:
             if action.op.memory is not None and RECOMPUTED in action.op.memory.takes}
 
 
-@dataclass(slots=True)
-class StageContents:
-    """The contents of a stage at one moment."""
+def count_of(*values: Value) -> Size:
+    """Return a size function that counts some values."""
+    return lambda value, stage, index: value in values
 
-    in_flight: int = 0  # microbatches between forward and backward
-    dropped: int = 0  # those of them of which only ``kept_bytes`` are there
-    recomputed: int = 0  # those of them whose dropped activations are recomputed
-    weight_halves: int = 0  # microbatches between the halves of their backward
-    versions: int = 1  # of the weights
-    others: Number = 0  # size of values that packages' kinds hold
 
-    def size(self, cost: StageCosts) -> Number:
-        """Return the size of all that is held, in the units of the costs."""
-        return (cost.kept_bytes * self.dropped + cost.activation_bytes * (self.in_flight - self.dropped)
-                + cost.weight_half_bytes * self.weight_halves + cost.version_bytes * self.versions
-                + self.others)
+def peak(program: Iterable[Action], *values: Value, frozen: int = 0) -> int:
+    """Return the most values of these that a rank holds at once; see :func:`moments`."""
+    return int(max(moment.size for moment in moments(program, count_of(*values), frozen)))
+
+
+def bytes_in(program: Sequence[Action], costs: Costs) -> Size:
+    """Return a size function for the bytes of what a program holds."""
+    early, recomputing = recomputations(program), [replace(cost, recompute_s=1) for cost in costs.stages]
+
+    @cache
+    def size(value: Value, stage: int, is_early: bool) -> Number:
+        number = value.bytes((recomputing if is_early else costs.stages)[stage])
+        return Fraction(number) if isinstance(number, float) else number  # so that running sums come back to 0
+
+    return lambda value, stage, index: size(value, stage, (stage, index) in early)
+
+
+class Moment(NamedTuple):
+    """What a rank holds once an action has changed it.
+
+    Attributes:
+        position: of the action in the program, -1 at the beginning.
+        at_start: it is the start of the action: a forward and a recomputation, also one within a backward, take memory
+            as they start.
+        held: how many there are of each value of a stage and an index; until the next moment.
+        size: of all of them.
+    """
+
+    position: int
+    at_start: bool
+    held: Mapping[Needed, int]
+    size: Number
+
+
+def moments(program: Iterable[Action], size: Size, frozen: int = 0, versions: Iterable[int] = ()) -> Iterator[Moment]:
+    """Yield what a rank holds at the beginning, and whenever an action may change it.
+
+    The ``frozen`` stages in front of the pipeline keep nothing. The weight versions of the stages in ``versions`` count
+    as so many of :data:`~vpipe.schedules.kinds.UPDATED` at index 0.
+    """
+    held = {(UPDATED, stage, 0): 1 for stage in versions}
+    counts = {position: count for _, stage, _ in held for position, count, _ in stage_loads(program, stage, frozen)}
+    total: Number = sum(size(*key) for key in held)
+    yield Moment(-1, True, held, total)
+    for position, (op, stage, index) in enumerate(program):
+        memory = op.memory
+        if stage < frozen or (memory is None and position not in counts):
+            continue
+        changes = {(UPDATED, stage, 0): counts[position]} if position in counts else {}
+        if memory is not None:
+            changes |= {(value, stage, index): 1 for value in memory.takes + memory.leaves}
+            changes |= {(value, stage, index): 0 for value in memory.frees}
+        again = RECOMPUTED, stage, index
+        if op.recomputes and again not in held and (more := size(*again)):
+            held[again] = 1
+            total += more
+            yield Moment(position, True, held, total)
+        for key, count in changes.items():
+            total += (count - held.pop(key, 0)) * size(*key)
+            if count:
+                held[key] = count
+        yield Moment(position, memory is not None and bool(memory.takes), held, total)
 
 
 def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs,
-                  frozen: int = 0) -> dict[int, StageContents]:
-    """Return, by stage of a rank, what it holds at the first moment when the rank holds most; see :func:`moments`."""
-    most: Number = -1
-    found: dict[int, StageContents] = {}
-    for _, _, contents, held in moments(program, stages, costs, frozen, every_version=True):
-        if held > most:
-            most, found = held, {stage: replace(each) for stage, each in contents.items()}
-    return found
+                  frozen: int = 0) -> Counter[tuple[Value, int]]:
+    """Return how many values of each stage a rank holds at the first moment when it holds most bytes."""
+    def held() -> Iterator[Moment]:
+        return moments(program, bytes_in(program, costs), frozen, stages)
 
-
-def moments(program: Sequence[Action], stages: Sequence[int], costs: Costs, frozen: int = 0,
-            every_version: bool = False) -> Iterator[tuple[int, bool, dict[int, StageContents], Number]]:
-    """Yield what the stages of a rank hold, and its size in the units of the costs, whenever an action may change it.
-
-    Before each stands the action's position in the program, -1 at the beginning, and whether its start changes them:
-    a forward and a recomputation, also one within a backward, take memory as they start. Versions that take no bytes
-    are counted only with ``every_version``. The ``frozen`` stages in front of the pipeline keep nothing.
-    """
-    in_units, unit = costs.in_units
-    versions = {stage: {position: count for position, count, _ in stage_loads(program, stage, frozen)}
-                if every_version or costs.stages[stage].version_bytes else {} for stage in stages}
-    early = recomputations(program)
-    contents = {stage: StageContents() for stage in stages}
-    held = {stage: each.size(in_units[stage]) for stage, each in contents.items()}
-    yield -1, True, contents, sum(held.values())
-    for position, (op, stage, index) in enumerate(program):
-        memory = op.memory
-        if stage not in contents or stage < frozen:  # tied weights of another rank's; nothing is kept
-            continue
-        if memory is None and position not in versions[stage]:
-            continue
-        own, cost, is_early = contents[stage], in_units[stage], (stage, index) in early
-        within = op.recomputes and cost.recompute_s > 0 and not is_early
-        if within or (memory is not None and RECOMPUTED in memory.takes):
-            own.dropped, own.recomputed = own.dropped - 1, own.recomputed + 1
-        if within:
-            held[stage] = own.size(cost)
-            yield position, True, contents, sum(held.values())
-        if memory is not None:
-            activations, halves = op.more_held
-            own.in_flight, own.weight_halves = own.in_flight + activations, own.weight_halves + halves
-            if not op.recomputes and (is_early or cost.recompute_s > 0):
-                own.dropped += activations
-            if RECOMPUTED in memory.frees:
-                own.recomputed = max(0, own.recomputed - 1)
-            if not op.is_own:
-                sizes = (value.bytes(costs.stages[stage]) for value in memory.takes + memory.leaves)
-                own.others += unit * (sum(sizes) - sum(value.bytes(costs.stages[stage]) for value in memory.frees))
-        own.versions = versions[stage].get(position, own.versions)
-        held[stage] = own.size(cost)
-        yield position, memory is not None and bool(memory.takes), contents, sum(held.values())
+    fullest = max(enumerate(held()), key=lambda numbered: numbered[1].size)[0]
+    counts = Counter[tuple[Value, int]]()
+    for (value, stage, _), count in next(islice(held(), fullest, None)).held.items():
+        counts[value, stage] += count
+    return counts

@@ -12,7 +12,8 @@ from typing import ClassVar
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
-from vpipe.schedules.loads import RankPeaks, StagePeaks, recomputations
+from vpipe.schedules.kinds import HALF, SAVED
+from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations
 from vpipe.schedules.size import (
     MOST_ACTIONS,
     MOST_MICROBATCHES,
@@ -116,7 +117,8 @@ class Schedule:
     @cached_property
     def rank_peaks(self) -> tuple[RankPeaks, ...]:
         """The most that every rank ever holds; the schedule must have passed the checker."""
-        return tuple(RankPeaks.of(program, self.frozen) for program in self.programs)
+        return tuple(RankPeaks(peak(program, SAVED, frozen=self.frozen), peak(program, HALF, frozen=self.frozen))
+                     for program in self.programs)
 
     @cached_property
     def stage_peaks(self) -> tuple[StagePeaks, ...]:

@@ -25,6 +25,7 @@ from vpipe.plan.stage_costs import combined_memory, stage_memory, unsent_inputs,
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
+from vpipe.schedules.kinds import HALF, SAVED, UPDATED
 from vpipe.schedules.loads import peak_contents
 
 
@@ -108,10 +109,11 @@ def _demands(choice: Choice, zero1: bool) -> Iterator[StageDemand]:
     firsts = {ranks[0] for ranks in choice.groups}
     of_rank = {rank: peak_contents(built.programs[rank], built.stages_of(rank), costs) for rank in firsts}
     for stage, ranks in enumerate(choice.groups):
-        parts = {each: held.in_flight + held.weight_halves + held.versions for each, held in of_rank[ranks[0]].items()}
-        own = of_rank[ranks[0]][stage]
-        yield StageDemand(max(1, own.in_flight), own.versions, own.weight_halves,
-                          part=parts[stage] / sum(parts.values()), width=len(ranks) if zero1 else 1)
+        held = {each: [of_rank[ranks[0]][value, each] for value in (SAVED, UPDATED, HALF)]
+                for each in built.stages_of(ranks[0])}
+        in_flight, versions, halves = held[stage]
+        yield StageDemand(max(1, in_flight), versions, halves, part=sum(held[stage]) / sum(map(sum, held.values())),
+                          width=len(ranks) if zero1 else 1)
 
 
 def _estimate_s(table: StageTable, choice: Choice, found: FoundPartition) -> float:

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 from vpipe.schedules.action import Action, Kind, Op, step
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.graph import Graph
+from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
@@ -80,11 +81,9 @@ class OrderedWork:
         self.forward_s = [float(cost.forward_s) for cost in stages]
         self.input_s = [float(cost.input_s + cost.recompute_s) for cost in stages]
         self.weight_s = [float(cost.weight_s) for cost in stages]
-        taken = [cost.kept_bytes if cost.recompute_s else cost.activation_bytes for cost in stages]
-        self.forward_bytes = [float(size) for size in taken]
-        self.recomputed_bytes = [float(cost.activation_bytes - size) for cost, size in zip(stages, taken, strict=True)]
+        self.forward_bytes, self.recomputed_bytes, self.half_bytes = (
+            [float(value.bytes(cost)) for cost in stages] for value in (SAVED, RECOMPUTED, HALF))
         self.activation_bytes = [float(cost.activation_bytes) for cost in stages]
-        self.half_bytes = [float(cost.weight_half_bytes) for cost in stages]
         self.versions_bytes = [float(sum(stages[stage].version_bytes for stage in here)) for here in self.stages_of]
         self.limits = [limit * (1 + ROUNDING) - held for limit, held in zip(limits, self.versions_bytes, strict=True)]
         self.overlap = costs.overlap
@@ -268,7 +267,7 @@ class GreedyRun:
             if op.completes:
                 end += work.weight_s[stage]
                 self._weights[stage] += 1
-        activations, halves = op.more_held
+        activations, halves = op.uses_version - op.returns, op.first_half - op.second_half
         self._flying[rank] += activations
         self._bytes[rank] += activations * work.forward_bytes[stage]
         self._bytes[rank] += halves * work.half_bytes[stage]

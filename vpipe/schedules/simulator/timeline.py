@@ -19,7 +19,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.loads import moments
+from vpipe.schedules.loads import bytes_in, moments
 from vpipe.schedules.schedule import Schedule, rule_error
 from vpipe.schedules.simulator.event_loop import EventLoop, SimulationTables
 
@@ -129,10 +129,7 @@ class Timeline:
 
         A forward and a recomputation take memory at their start; everything else changes at the end of an action.
         """
-        _, unit = self.costs.in_units
-        curves = map(self._held, range(len(self.events)))
-        return tuple(curves) if unit == 1 else tuple(
-            tuple((at, ratio(held, unit)) for at, held in curve) for curve in curves)
+        return tuple(map(self._held, range(len(self.events))))
 
     @property
     def period_s(self) -> float:
@@ -146,14 +143,16 @@ class Timeline:
         return tuple(max(held for _, held in curve) for curve in self.memory)
 
     def _held(self, rank: int) -> Curve:
-        """Return the curve of a rank in units."""
+        """Return the curve of a rank."""
         events = iter(self.events[rank])
         now: Number = 0
         before: Number = -1
         points: list[tuple[Number, Number]] = []
-        program, stages = self.schedule.programs[rank], self.schedule.stages_of(rank)
+        program = self.schedule.programs[rank]
+        versions = [stage for stage in self.schedule.stages_of(rank) if self.costs.stages[stage].version_bytes]
         timed = [next(events) if action.op.takes_time else None for action in program]
-        for position, at_start, _, held in moments(program, stages, self.costs, self.schedule.frozen):
+        for position, at_start, _, held in moments(program, bytes_in(program, self.costs), self.schedule.frozen,
+                                                   versions):
             event = timed[position] if position >= 0 else None
             now = now if event is None else event.end_s
             if held != before:
