@@ -19,7 +19,7 @@ from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
-from vpipe.schedules.kinds import GATHERED, Memory
+from vpipe.schedules.kinds import GATHERED
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""
@@ -42,7 +42,6 @@ class _Sizes:
 class _InFlight:
     sizes: _Sizes
     counter: ActivationCounter | None
-    bytes: int = 0
 
 
 class _DeviceTimes:
@@ -93,8 +92,8 @@ class Recorder:
         self._device_times = None if device.type == "cpu" else _DeviceTimes(device)
         self._now: Callable[[], Any] = perf_counter if self._device_times is None else self._device_times.mark
         self._segment: Segment | None = None
-        self._held, self._weighed = 0, dict[int, int]()
-        self._gathered: dict[int, int] = {}  # bytes by stage
+        self._weighed = dict[int, int]()
+        self._held: dict[tuple[int, int | None], int] = {}  # bytes by stage and microbatch; None: gathered weights
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._unknown = set[tuple[int, int]]()  # of those in flight
         self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
@@ -132,8 +131,8 @@ class Recorder:
             run()
             return
         if worker.segment is not self._segment:
-            self._segment, self._held = worker.segment, 0
-            self._gathered.clear()  # microbatches of a segment that failed
+            self._segment = worker.segment
+            self._held.clear()  # microbatches of a segment that failed
             self._in_flight.clear()
             self._unknown = set(worker.records)
         counted = (op.per_microbatch and worker.segment.assignment.trains(stage)
@@ -154,16 +153,22 @@ class Recorder:
         if counted and (op.uses_version or op.remembers or op.first_half):
             self._keep(op, stage, index)
         elif counted and op.completes:
-            self._drop(stage, index)
-        elif op.memory is not None:
-            self._follow_gathered(op.memory, stage)
+            self._held.pop((stage, index), None)
+            self._in_flight.pop((stage, index)).sizes.known = not worker.offloads.may_offload(stage)
+        elif op.memory is not None and GATHERED in op.memory.takes:
+            leaves = worker.stages[stage].weights.leaves()  # they stand in place of the parts of static bytes
+            own = sum(local(leaf).nbytes for leaf in worker.fully_sharded.divided[stage])
+            self._held[stage, None] = 2 * sum(leaf.nbytes for leaf in leaves) - own  # with their gradients
+        elif op.memory is not None and GATHERED in op.memory.frees:
+            del self._held[stage, None]
         if self._unknown:
             self._unknown &= worker.records.keys()
             return
         self.count += 1
         here = worker.stages.get(stage)
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
-                              waited if self._device_times is None else (waited, waits), self._held + worker.kept_bytes,
+                              waited if self._device_times is None else (waited, waits),
+                              sum(self._held.values()) + worker.kept_bytes,
                               0 if here is None else here.weights.version_count))
 
     @contextmanager
@@ -188,16 +193,6 @@ class Recorder:
                            for p in module.parameters() if not p.requires_grad)
                 for index, size in self.weight_bytes().items()}
 
-    def _follow_gathered(self, memory: Memory, stage: int) -> None:
-        """Add gathered weights and their gradients, which then stand in place of the parts of static bytes."""
-        if GATHERED in memory.takes:
-            leaves = self.worker.stages[stage].weights.leaves()
-            own = sum(local(leaf).nbytes for leaf in self.worker.fully_sharded.divided[stage])
-            self._gathered[stage] = 2 * sum(leaf.nbytes for leaf in leaves) - own
-            self._held += self._gathered[stage]
-        elif GATHERED in memory.frees:
-            self._held -= self._gathered.pop(stage)
-
     def _counter_for(self, op: Kind, stage: int, microbatch: int) -> ActivationCounter | None:
         """Return the counter of an action's activations; None where their size is known."""
         if op.uses_version:
@@ -210,22 +205,15 @@ class Recorder:
         return self._in_flight[stage, microbatch].counter
 
     def _keep(self, op: Kind, stage: int, microbatch: int) -> None:
-        """Add the bytes that an action keeps."""
+        """Take note of the bytes that an action keeps."""
         mine = self._in_flight[stage, microbatch]
         sizes = mine.sizes.bytes
         if mine.counter is not None:
             sizes[op] = mine.counter.bytes(self.worker.records[stage, microbatch],
                                            self.worker.stages[stage].modules.values())
         # An op that the first microbatch did not have is an R in a stage that recomputes nothing.
-        now = sizes.get(op, mine.bytes)
-        self._held += now - mine.bytes
-        mine.bytes = now
-
-    def _drop(self, stage: int, microbatch: int) -> None:
-        """Subtract the bytes that a microbatch kept."""
-        mine = self._in_flight.pop((stage, microbatch))
-        mine.sizes.known = not self.worker.offloads.may_offload(stage)
-        self._held -= mine.bytes
+        if op in sizes:
+            self._held[stage, microbatch] = sizes[op]
 
 
 def _run_counted(run: Callable[[], None], counter: ActivationCounter) -> None:
