@@ -424,7 +424,8 @@ class Pipeline:
         return {layer.name: math.sqrt(squares[layer.name]) for layer in self.model.layers if layer.name in squares}
 
     def check_replicas(self) -> None:
-        """Refuse weights that differ between the replicas of a stage. Every rank must call it.
+        """Refuse weights that differ between the replicas of a stage. Every rank must call it, after the same update;
+        an asynchronous pipeline drains first.
 
         Raises:
             RunError: they do.

@@ -44,11 +44,3 @@ def test_two_features_over_two_processes(two: World, pair: tuple[str, str], tmp_
     (tmp_path / "file.csv").write_text(FILE)
     first, second = two.run(together, names=pair, folder=str(tmp_path))
     assert first == second
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("day", range(1, DAYS))
-def test_every_pair(day: int, tmp_path: Path) -> None:
-    for number, pair in enumerate(drawn(TODAY + day)):
-        (tmp_path / str(number)).mkdir()
-        check(pair, tmp_path / str(number))

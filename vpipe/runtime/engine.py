@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -633,7 +633,8 @@ class Engine:
 
     def check_replicas(self) -> None:
         """Compare the weights of replicas; see :meth:`vpipe.Pipeline.check_replicas`."""
-        with self._taken_back() if self._stream is None else nullcontext():
+        self.drain()
+        with self._taken_back():
             self.collectives.check_replicas()
 
     # -- save and restore ------------------------------------------------------------------------------
