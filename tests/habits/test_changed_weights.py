@@ -57,7 +57,8 @@ CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
     "in place": torch.no_grad()(lambda p: p.clamp_(-0.4, 0.4)), "data in place": lambda p: p.data.clamp_(-0.4, 0.4),
     "other data": lambda p: setattr(p, "data", p.data.clamp(-0.4, 0.4)),
     "initialised": lambda p: nn.init.constant_(p, 0.1),
-    "a view": lambda p: setattr(p, "data", p.data.T if p.shape == (WIDTH, WIDTH) else p.data)}
+    "a view": lambda p: setattr(p, "data", p.data.T if p.shape == (WIDTH, WIDTH) else p.data),
+    "one value": lambda p: p.data.view(-1)[-1].mul_(2)}
 """What a script does to each parameter, of its optimizers or of the modules that it has kept."""
 
 
@@ -134,7 +135,7 @@ def test_a_change_between_two_updates_is_that_of_plain_pytorch(
 
 @pytest.mark.parametrize(("change", "kept", "precision"), [
     ("in place", True, "fp32"), ("data in place", False, "fp32"), ("data in place", True, "bf16_pure"),
-    ("other data", False, "bf16_pure")])
+    ("other data", False, "bf16_pure"), ("one value", False, "fp32"), ("other data", True, "fp32")])
 def test_without_a_flush_a_change_is_that_of_plain_pytorch_at_a_pause_and_refused_in_flight(
         change: str, kept: bool, precision: str) -> None:
     for evaluates in (False, True):
@@ -153,6 +154,25 @@ def test_without_a_flush_a_change_is_that_of_plain_pytorch_at_a_pause_and_refuse
         losses.append(step.loss)
         script.change(change, kept)
     assert losses == pytest.approx(expected(True, change, precision)["losses"], abs=2e-2)
+
+
+EXCHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "a parameter with its memory": lambda mix: setattr(mix, "weight", nn.Parameter(mix.weight.data)),
+    "a view": CHANGES["a view"], "a bias less": lambda mix: setattr(mix, "bias", None),
+    "a parameter more": lambda mix: setattr(mix, "more", nn.Parameter(torch.zeros(1))),
+    "a module in it": lambda mix: setattr(mix, "parametrized", nn.Linear(1, 1)),
+    "all by load_state_dict": lambda mix: mix.load_state_dict({n: p + 1 for n, p in mix.state_dict().items()})}
+
+
+@pytest.mark.parametrize("how", EXCHANGES)
+def test_what_is_exchanged_in_a_module_is_refused_in_flight(how: str) -> None:
+    script = Script(False, schedule=STREAM)
+    steps = script.pipe.train(batches())
+    next(steps), next(steps)
+    for mix in (m for m in script.kept if isinstance(m, nn.Linear)):
+        EXCHANGES[how](mix.weight if how == "a view" else mix)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"'(mix|head)[a-z.]*' was changed after step 1"):
+        next(steps)
 
 
 def frozen_job() -> list[float]:

@@ -360,15 +360,16 @@ class Engine:
 
     def _marks(self) -> list[tuple[object, ...]]:
         return [*(mark for stage in self.local_stages for mark in stage.marks()),
-                *(("a parameter group of an optimizer", optimizer.options()) for optimizer in self._optimizers)]
+                *(("", optimizer.options()) for optimizer in self._optimizers)]
 
     def _check_unchanged(self) -> None:
         """Refuse what a script changed since the latest step was yielded, if microbatches were in flight."""
         (index, marks), self._in_flight = self._in_flight or (0, []), None
         for before, now in zip(marks, self._marks() if marks else (), strict=True):
             if before != now:
-                raise UserError(f"{now[0]} was changed after step {index}, while '{self.schedule.name}' has "
-                                "microbatches in flight",
+                what = f"'{now[0]}'" if now[0] else "a parameter group of an optimizer"
+                raise UserError(f"{what} was changed after step {index}, while '{self.schedule.name}' has microbatches "
+                                "in flight",
                                 hint="change it after drain(), at a pause, between two calls of train, or choose a "
                                      "schedule with a flush; give learning rates as learning_rate_factor=lambda step: "
                                      "...")

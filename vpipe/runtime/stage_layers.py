@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import string_at
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,7 @@ class StageLayers:
         self.weights, self.borrowed = self._collect_weights(masters if precision.pure else None)
         self.all_weights = (self.weights, *self.borrowed.values())
         self._parts: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Module | None], int]] = []
+        self._bytes: dict[int, Any] = {}  # of small parameters, by their memory
         self._places: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
         self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
                         for name, parameter in module.named_parameters() if not parameter.requires_grad]
@@ -215,14 +216,22 @@ class StageLayers:
     def marks(self) -> list[tuple[object, ...]]:
         """Return names with marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen
         by some values of each, except on a device for which the host would wait."""
-        named = [*self.weights.masters.items(), *(
-            (name, p) for name, held, own in self._places if (p := held.get(own)) is not None)]
-        parts = [local(p) for _, p in named]
-        memory = [part.data_ptr() for part in parts]  # which masters and leaves mostly share
-        sampled = {at: _sample(part) for at, part in dict(zip(memory, parts, strict=True)).items()
-                   if at} if self.device.type == "cpu" else {}
-        return [(f"'{name}'", id(p), p._version, at, part.stride(), part.nbytes, sampled.get(at))
-                for (name, p), part, at in zip(named, parts, memory, strict=True)]
+        named = [(name, p) for name, held, own in self._places if (p := held.get(own)) is not None]
+        names, tensors = zip(*named, *self.weights.masters.items(), strict=True) if named else ((), ())
+        parts = [p if type(p) is nn.Parameter else local(p) for p in tensors]
+        memory = [part.data_ptr() for part in parts]
+        sampled: dict[int, bytes] = {}  # by memory, which masters and leaves mostly share
+        if len(self._bytes) > 8 * len(memory):  # of versions that are not in use any more
+            self._bytes.clear()
+        for at, part in dict(zip(memory, parts, strict=True)).items() if self.device.type == "cpu" else ():
+            if (found := self._bytes.get(at)) is None:
+                values = part.detach().reshape(-1)[::part.numel() // SAMPLED_VALUES | 1].contiguous()
+                found = values.view(torch.uint8).numpy()
+                if values.data_ptr() == at and values.numel() == part.numel() <= SAMPLED_VALUES:
+                    self._bytes[at] = found
+            sampled[at] = found.tobytes()
+        return list(zip(names, map(id, tensors), [p._version for p in tensors], memory,
+                        [part.stride() for part in parts], map(sampled.get, memory), strict=True))
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""
@@ -319,11 +328,3 @@ def check_not_shared(stages: Iterable[StageLayers]) -> None:
                             hint="let every build function make a module of its own, and tie them: "
                                  "Layer(..., ties={...})")
         seen |= mine
-
-
-def _sample(values: Tensor) -> bytes:
-    """Return the bytes of a small tensor, or of some values of a large one."""
-    if (count := values.numel()) <= SAMPLED_VALUES and values.is_contiguous():
-        return string_at(values.data_ptr(), values.nbytes)  # in an eighth of the time
-    some = values.detach().reshape(-1)[::count // SAMPLED_VALUES | 1].contiguous()
-    return some.view(torch.uint8).numpy().tobytes()
