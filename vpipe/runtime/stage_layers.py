@@ -115,7 +115,7 @@ class StageLayers:
         self.weights, self.borrowed = self._collect_weights(masters if precision.pure else None)
         self.all_weights = (self.weights, *self.borrowed.values())
         self._parts: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Module | None], int]] = []
-        self._bytes: dict[int, Any] = {}  # of small parameters, by their memory
+        self._bytes: dict[tuple[int, int], Any] = {}  # of small parameters, by their memory
         self._places: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
         self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
                         for name, parameter in module.named_parameters() if not parameter.requires_grad]
@@ -219,15 +219,15 @@ class StageLayers:
         named = [(name, p) for name, held, own in self._places if (p := held.get(own)) is not None]
         names, tensors = zip(*named, *self.weights.masters.items(), strict=True) if named else ((), ())
         parts = [p if type(p) is nn.Parameter else local(p) for p in tensors]
-        memory = [part.data_ptr() for part in parts]
-        sampled: dict[int, bytes] = {}  # by memory, which masters and leaves mostly share
+        memory = [(part.data_ptr(), part.numel()) for part in parts]
+        sampled: dict[tuple[int, int], bytes] = {}  # by memory, which masters and leaves mostly share
         if len(self._bytes) > 8 * len(memory):  # of versions that are not in use any more
             self._bytes.clear()
         for at, part in dict(zip(memory, parts, strict=True)).items() if self.device.type == "cpu" else ():
             if (found := self._bytes.get(at)) is None:
-                values = part.detach().reshape(-1)[::part.numel() // SAMPLED_VALUES | 1].contiguous()
+                values = part.detach().reshape(-1)[::at[1] // SAMPLED_VALUES | 1].contiguous()
                 found = values.view(torch.uint8).numpy()
-                if values.data_ptr() == at and values.numel() == part.numel() <= SAMPLED_VALUES:
+                if (values.data_ptr(), values.numel()) == at and at[1] <= SAMPLED_VALUES:
                     self._bytes[at] = found
             sampled[at] = found.tobytes()
         return list(zip(names, map(id, tensors), [p._version for p in tensors], memory,
