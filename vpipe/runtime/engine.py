@@ -166,7 +166,7 @@ class Engine:
         """Return whether to stop; what the user's function raises is raised when the pipeline is whole."""
         try:
             return bool(stop()) or watch.why_stop(self._training) is not None
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             self._raised = error
             return True
 
@@ -236,10 +236,10 @@ class Engine:
             self._made = deque(self._results.collect(segment, step) for step in steps)
             self._compare_lanes()
             self._close(segment, first + self.schedule.microbatches, len(self._made))
-            self.collectives.check_numbers()
-        except KeyboardInterrupt:
+        except BaseException:
             self._interpreter.fail()
             raise
+        self.collectives.check_numbers()
 
     def _train_stream(self, batches: Iterator[Batch], updates: int | None, pauses: Pauses) -> Iterator[Step]:
         """Train without a flush, from pause to pause, first on what an earlier call has read of the same batches."""
@@ -304,7 +304,9 @@ class Engine:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
             yield from self._interpreter.run(segment, self._programs.for_stream(assignment))
-        except (Exception, KeyboardInterrupt) as error:
+        except GeneratorExit:  # the caller goes away between two steps
+            raise
+        except BaseException as error:
             self.position = self.reached()
             self._stream = None
             segment.loader.close()
@@ -683,9 +685,13 @@ class Engine:
             for part, own in wanted:
                 part.check(own)
         with self.interrupts:
-            with self._interpreter.changing("while a state was loaded"), self.collectives.problems_of_all():
-                for part, own in wanted:
-                    part.load(own)
+            try:
+                with self.collectives.problems_of_all():
+                    for part, own in wanted:
+                        part.load(own)
+            except BaseException:
+                self._interpreter.fail("while a state was loaded, of which it may have a part; it was whole before")
+                raise
             with self._taken_back():
                 pass
             self._replicas_compared = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -201,8 +201,9 @@ class Interpreter:
                 worker.end()
             if segment.training:
                 self.hand_out_weights()
-        except (Exception, KeyboardInterrupt):
-            self._abandon(segment.steps_before + done)
+        except BaseException:
+            if self.broken:  # else the caller goes away between two steps
+                self._abandon(segment.steps_before + done)
             raise
         self.broken = False
         if segment.training and assignment.in_step(done):
@@ -250,9 +251,9 @@ class Interpreter:
                     for value, stage, index, home in [found])
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
-    def fail(self) -> None:
-        """Note a failure before the steps that stages have made were counted."""
-        self.broken = self.broken or self._stepped
+    def fail(self, why: str = "") -> None:
+        """Note a failure before the steps that stages have made were counted; or another, and why."""
+        self.broken, self.why = self.broken or self._stepped or bool(why), why or self.why
 
     def _abandon(self, whole: int) -> None:
         """Undo a failed segment if no stage has stepped in it: training may go on. Over several processes that is
@@ -289,15 +290,6 @@ class Interpreter:
         for stage in self._stages:
             stage.check_not_wrapped()
             stage.weights.check_handed_out()
-
-    @contextmanager
-    def changing(self, why: str) -> Iterator[None]:
-        """Change state outside of a segment; what fails meanwhile leaves the pipeline broken."""
-        try:
-            yield
-        except BaseException:
-            self.broken, self.why = True, f"{why}: a part of it is in the pipeline, which was whole before"
-            raise
 
     def hand_out_weights(self) -> None:
         """Let a script see and change the weights. In one process it also sees what is to be exchanged."""

@@ -158,9 +158,8 @@ class ShardedState:
         """
         with self._engine.collectives.problems_of_all():
             if not isinstance(state, Mapping) or "model" not in state:
-                parts = f" has the parts {', '.join(map(str, state)) or 'none'}" if isinstance(state, Mapping) else (
-                    f" is {shown(state)}")
-                raise UserError(f"the state{parts}, but not 'model'",
+                parts = ", ".join(map(str, state)) or "none" if isinstance(state, Mapping) else shown(state)
+                raise UserError(f"the state has the parts {parts}, but not 'model'",
                                 hint="give what pipe.state_dict(sharded=True) returned, filled by dcp.load")
             others = dict(state.get("vpipe", {}))
             position, there = Position(0, 0), 1

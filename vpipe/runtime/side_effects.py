@@ -72,7 +72,8 @@ class SideEffects:
 
     Attributes:
         inputs: names of the inputs that the layers change in place.
-        drawn: random sources other than torch's own that forwards draw from.
+        sources: of random numbers other than torch's own.
+        drawn: those of them that forwards draw from.
         walks_its_graph: whether a layer takes gradients of its own within its forward.
         inert: whether nothing is to be done from now on: the layers are not recomputed, and their first forwards have
             changed nothing.
@@ -89,7 +90,7 @@ class SideEffects:
                         if recomputed or module not in statistics]
         self._copied: set[tuple[str, str]] = set()  # buffers that forwards change in place: each gets its own copy
         self._changed = bool(statistics)  # whether forwards change buffers
-        self._sources = list(_random_sources(modules))
+        self.sources = list(_random_sources(modules))
         self.drawn: list[_RandomSource] = []
         self.walks_its_graph = self.inert = False
 
@@ -124,12 +125,11 @@ class SideEffects:
             for name, tensor in table.items() if self._left or self._copied else ():
                 copied = (path, name) in self._copied
                 if (copied or self._left) and _is_copyable(tensor):
-                    (given if copied else before)[name] = _copied_once(tensor, copies)
+                    (given if copied else before)[name] = copied_once(tensor, copies)
             table.update(given)
             buffers.append(_Buffers(path, table, before, given, [_version(tensor) for tensor in before.values()]))
-        weights = self._weights if self._left else []
-        return StateBefore(buffers, [(source, source.get()) for source in self.random_sources],
-                           [each.marks() for each in weights])
+        sources, weights = (self.sources, self._weights) if self._left else (self.drawn, [])
+        return StateBefore(buffers, [(source, source.get()) for source in sources], [each.marks() for each in weights])
 
     def record_changes(self, state: StateBefore) -> StateBefore:
         """Return the part of :meth:`begin_forward` that the forward has changed; note which buffers later ones copy.
@@ -168,11 +168,6 @@ class SideEffects:
         return StateBefore(buffers, [(source, numbers) for source, numbers in state.random if source in self.drawn])
 
     @property
-    def random_sources(self) -> list[_RandomSource]:
-        """Return those from which forwards may draw."""
-        return self._sources if self._left else self.drawn
-
-    @property
     def changes_buffers(self) -> bool:
         """Return whether a forward may change a buffer."""
         return bool(self._left or self._changed)
@@ -180,9 +175,9 @@ class SideEffects:
     def swap_in(self, state: StateBefore) -> None:
         """Put back the state before a forward, with copies of buffers that forwards change in place."""
         copies: dict[int, Tensor] = {}
-        put([(table, {name: _copied_once(tensor, copies) if (path, name) in self._copied and _is_copyable(tensor)
-                       else tensor for name, tensor in before.items()})
-              for path, table, before, *_ in state.buffers], state.random)
+        put([(table, {name: copied_once(tensor, copies) if (path, name) in self._copied and _is_copyable(tensor)
+                      else tensor for name, tensor in before.items()})
+             for path, table, before, *_ in state.buffers], state.random)
 
     @contextmanager
     def swapped_in(self, state: StateBefore) -> Iterator[None]:
@@ -197,7 +192,7 @@ class SideEffects:
 
 
 def put(buffers: Iterable[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]],
-         sources: Iterable[tuple[_RandomSource, Any]]) -> None:
+        sources: Iterable[tuple[_RandomSource, Any]]) -> None:
     """Let tables hold these buffers, and random sources have these states."""
     for table, content in buffers:
         table.clear()
@@ -244,7 +239,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
                                        and torch.equal(one.isnan(), other.isnan()))
 
 
-def _copied_once(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
+def copied_once(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
     """Return the copy of a tensor, made at its first occurrence."""
     if id(tensor) not in copies:
         copies[id(tensor)] = tensor.detach().clone()

@@ -33,7 +33,7 @@ from vpipe.runtime.activations import (
 from vpipe.runtime.label_weights import LossCheck
 from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
 from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded
-from vpipe.runtime.side_effects import Aliases, SideEffects, alias, put
+from vpipe.runtime.side_effects import Aliases, SideEffects, alias, copied_once, put
 from vpipe.runtime.slices import SequenceSlice, SliceAware
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
@@ -128,19 +128,12 @@ class Stage(StageLayers):
 
     def kept_state(self) -> Callable[[], None]:
         """Return a function that puts back the buffers and random states that are there now."""
-        tables = [(module._buffers, dict(module._buffers)) for layer in self.modules.values()
-                  for module in layer.modules()]
-        values = [(buffer, buffer.detach().clone()) for _, table in tables for buffer in table.values()
-                  if buffer is not None]
-        sources = [(source, source.get()) for span in self._spans for source in span.effects.random_sources]
-
-        @torch.no_grad()
-        def put_back() -> None:
-            put(tables, sources)
-            for buffer, value in values:
-                buffer.copy_(value)
-
-        return put_back
+        copies: dict[int, Tensor] = {}
+        tables = [(module._buffers, {name: tensor if tensor is None else copied_once(tensor, copies)
+                                     for name, tensor in module._buffers.items()})
+                  for layer in self.modules.values() for module in layer.modules()]
+        sources = [(source, source.get()) for span in self._spans for source in span.effects.sources]
+        return partial(put, tables, sources)
 
     # -- forward ---------------------------------------------------------------------------------------
 

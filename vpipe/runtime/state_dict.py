@@ -239,10 +239,8 @@ class LossScale(StatePart):
         return {self.VALUE: torch.tensor(self._scalers[0].value, dtype=torch.float64, device="cpu"),
                 self.GOOD: torch.tensor(self._scalers[0].good, device="cpu")}
 
-    @property
-    def names(self) -> dict[str, Tensor]:
-        number = torch.empty((), dtype=torch.float64, device="meta")
-        return dict.fromkeys((self.VALUE, self.GOOD) if self._scalers else (), number)
+    def wants(self, name: str) -> bool:
+        return name in (self.VALUE, self.GOOD) and bool(self._scalers)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for scaler in self._scalers if self.VALUE in tensors else ():
