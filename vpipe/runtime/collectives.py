@@ -142,11 +142,12 @@ class Collectives:
         for stage, ranks in enumerate(self._placement):
             for replica, rank in enumerate(ranks if self._is_parted(ranks) else ranks[:1]):
                 here = self._stage(stage, rank)
-                own = here.own_state(replica) if here else {}
-                if here is not None:
-                    companion = self._workers[rank].optimizer_steps.companions[stage].get(view)
-                    own = own if companion is None else companion.view(own)
-                own = {name: whole(tensor) for name, tensor in own.items()}
+                with self.problems_of_all():
+                    own = here.own_state(replica) if here else {}
+                    if here is not None:
+                        companion = self._workers[rank].optimizer_steps.companions[stage].get(view)
+                        own = own if companion is None else companion.view(own)
+                    own = {name: whole(tensor) for name, tensor in own.items()}
                 if here is not None and replica == 0:  # all names, in their order; other replicas fill them in
                     own = {name: own.get(name, torch.empty(0, device="cpu")) for name in here.state()}
                 shared = self._broadcast(rank, own)

@@ -545,12 +545,14 @@ class Engine:
         self._compare_replicas()
         self.drain()
         with self.interrupts, self._taken_back():
-            before = [(stage, {name: value.clone() for name, value in stage.state().items()},
-                       worker.optimizer_steps.companions[number]["average"])
-                      for worker in self.workers.values() for number, stage in worker.stages.items()]
+            with self.collectives.problems_of_all():
+                before = [(stage, {name: value.clone() for name, value in stage.state().items()},
+                           worker.optimizer_steps.companions[number]["average"])
+                          for worker in self.workers.values() for number, stage in worker.stages.items()]
             try:
-                for stage, state, average in before:
-                    stage.load(average.view(state))
+                with self.collectives.problems_of_all():
+                    for stage, state, average in before:
+                        stage.load(average.view(state))
                 yield
             finally:
                 for stage, state, _ in before:
@@ -664,7 +666,7 @@ class Engine:
     def tensors_here(self) -> dict[str, Tensor]:
         """Return the same without copies, and in every lane; of DTensors the shards."""
         self.drain()
-        with self._taken_back():
+        with self._taken_back(), self.collectives.problems_of_all():
             return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def wants(self, name: str) -> bool:
