@@ -83,14 +83,10 @@ class VpipeError(Exception):
 
 
 class UserError(VpipeError, ValueError):
-    """One or several mistakes of the user, each with its remedy; exit status 2.
+    """One or several mistakes of the user, each with its remedy; exit status 2. ``retired``: what is gone, and the
+    remedy."""
 
-    Attributes:
-        retired: what is gone, and the remedy.
-    """
-
-    exit_status = 2
-    retired = RETIRED
+    exit_status, retired = 2, RETIRED
 
     def __init__(self, what: str, *, hint: str, where: str | None = None) -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, hint, where),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -49,19 +50,13 @@ def test_a_transport_of_a_package_carries_a_run_to_the_bit(world: World, tmp_pat
     ("folder", "shared_memory", "folder: rank 1 is set to shared_memory")])
 def test_all_ranks_use_a_transport_or_none(mine: str | None, other: str | None, said: str,
                                            monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Found(DistributedTransport):
-        pass
-
-    class Exchange:
-        def all_gather(self, value: Any) -> list[Any]:
-            return [value, other]
-
+    found, both = type("Found", (DistributedTransport,), {}), SimpleNamespace(all_gather=lambda own: [own, other])
     process_group.say_once.cache_clear()
     monkeypatch.setattr(process_group, "is_ordered", lambda device: False)
-    monkeypatch.setattr(process_group, "exchange", lambda timeout_s: Exchange())
+    monkeypatch.setattr(process_group, "exchange", lambda timeout_s: both)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(type(process_group.TRANSPORTS), "added", lambda self, *names: [Found])
+    monkeypatch.setattr(type(process_group.TRANSPORTS), "added", lambda self, *names: [found])
     monkeypatch.setattr(Transfers, "transport", mine)
     same = mine == other == "shared_memory"
-    assert transport_class(Transfers(), torch.device("cpu")) is (Found if same else DistributedTransport)
+    assert transport_class(Transfers(), torch.device("cpu")) is (found if same else DistributedTransport)
     assert capsys.readouterr().err == (f"gloo carries tensors between ranks of a host, not {said}\n" if said else "")

@@ -15,13 +15,10 @@ from vpipe.app.config.validation import FilePath, Ints, Mistake, MistakesError, 
 from vpipe.app.config.yaml_tree import describe
 from vpipe.app.sizes import parse_size
 from vpipe.errors import UserError, nearest
-from vpipe.plugins import PluginGroup
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 
 ORION = "orion"
 """What must be added for ``use_orion_scheduler``, under this name, to :data:`~vpipe.app.config.formats.ADDITIONS`."""
-
-TRANSPORTS = PluginGroup("vpipe.transports", "transport")
 
 AUTO: Final = "auto"
 """Value of keys that are planned when the run starts."""
@@ -85,7 +82,7 @@ def _device(value: Any) -> Any:
 
 def _backend(value: Any) -> Any:
     known = ("gloo", *accelerator.DIRECT)
-    if value is None or value in known or value in TRANSPORTS.names:
+    if value is None or (isinstance(value, str) and value and Transfers(value).group in known):
         return value
     raise MistakesError(Mistake((), f"must be 'gloo', 'nccl', 'xccl' or 'hccl', got {describe(value)}",
                                 nearest(str(value), known)))
@@ -297,8 +294,8 @@ class ParallelSection(Section):
         """The transfers between stages. The ranks are joined already, whatever the backend."""
         codecs = [f"{name}_stochastic" if name == "int8" and self.compress_rounding == "stochastic" else name
                   for name in used_codecs(self.compress)]
-        return Transfers(self.backend if self.backend in TRANSPORTS.names else None, self.timeout_s, self.shared_memory,
-                         codecs if isinstance(self.compress, tuple) else codecs[0])
+        return Transfers(None if self.backend in accelerator.DIRECT else self.backend, self.timeout_s,
+                         self.shared_memory, codecs if isinstance(self.compress, tuple) else codecs[0])
 
     @property
     def order_text(self) -> str:

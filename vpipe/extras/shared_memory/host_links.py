@@ -133,23 +133,22 @@ class SharedMemoryTransfers:
     Args:
         most_unaccepted: activations that may be under way to a rank that has not posted their receives.
         timeout_s: of a wait.
+
+    Attributes:
+        posted: specs of the receives that are not taken yet, by rank and key; None where they are not known.
+        arrived: what has come, and is not taken yet.
     """
 
     def __init__(self, links: HostLinks, generation: int, most_unaccepted: int, timeout_s: float) -> None:
         self.links = links
         self._generation, self._most, self._timeout_s = generation, most_unaccepted, timeout_s
-        self._posted: dict[tuple[int, TransferKey], Sequence[TensorSpec] | None] = {}
-        self._arrived: dict[tuple[int, TransferKey], deque[Arrival]] = {}
+        self.posted: dict[tuple[int, TransferKey], Sequence[TensorSpec] | None] = {}
+        self.arrived: dict[tuple[int, TransferKey], deque[Arrival]] = {}
         # Activations, by peer: sent, and accepted there; accepted here, and as many as the peer was told.
         self._latest: dict[int, TransferKey] = {}
         self._sent, self._taken = dict.fromkeys(links.links, 0), dict.fromkeys(links.links, 0)
         self._accepted, self._told = dict.fromkeys(links.links, 0), dict.fromkeys(links.links, 0)
         links.register(generation, self)
-
-    def carries(self, peer: int) -> bool:
-        """Return whether what is sent to a rank now goes through shared memory."""
-        link = self.links.links.get(peer)
-        return link is not None and not link.full_here
 
     def is_crowded(self, peer: int) -> bool:
         """Return whether activations for a rank must wait for it to post receives."""
@@ -166,40 +165,22 @@ class SharedMemoryTransfers:
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
         """Post a receive."""
-        self._posted[peer, key] = specs
-        if key.kind == TransferKind.ACTIVATIONS and (peer, key) in self._arrived:
+        self.posted[peer, key] = specs
+        if key.kind == TransferKind.ACTIVATIONS and (peer, key) in self.arrived:
             self._accept(peer)
-
-    def is_posted(self, peer: int, key: TransferKey) -> bool:
-        return (peer, key) in self._posted
-
-    def has_arrived(self, peer: int, key: TransferKey) -> bool:
-        """Return whether a transfer is here, after a look at what has come."""
-        if (peer, key) in self._arrived:
-            return True
-        self.links.receive(0.0)
-        return (peer, key) in self._arrived
 
     def wait_for(self, peer: int, key: TransferKey) -> bool:
         """Wait for a transfer; return False if it comes another way. Raises as :meth:`wait`."""
         link = self.links.links[peer]
-        self.wait(peer, lambda: (peer, key) in self._arrived or link.full_there)
-        return (peer, key) in self._arrived
-
-    def specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        """Return the specs of a transfer that has arrived."""
-        return self._arrived[peer, key][0].layout.specs
-
-    def withdraw(self, peer: int, key: TransferKey) -> Sequence[TensorSpec] | None:
-        """Take back a posted receive of what comes another way; return its specs."""
-        return self._posted.pop((peer, key))
+        self.wait(peer, lambda: (peer, key) in self.arrived or link.full_there)
+        return (peer, key) in self.arrived
 
     def take(self, peer: int, key: TransferKey) -> list[Tensor]:
         """Return the tensors of a posted transfer that has arrived."""
-        specs, arrivals = self._posted.pop((peer, key)), self._arrived[peer, key]
+        specs, arrivals = self.posted.pop((peer, key)), self.arrived[peer, key]
         arrival = arrivals.popleft()
         if not arrivals:
-            del self._arrived[peer, key]
+            del self.arrived[peer, key]
         sent = arrival.layout.specs
         if specs is None:
             specs = sent
@@ -214,11 +195,11 @@ class SharedMemoryTransfers:
         self._taken[peer] = max(self._taken[peer], message.accepted)
         if message.arrival is not None:
             slot = peer, message.key
-            if slot in self._arrived:
-                self._arrived[slot].append(message.arrival)
+            if slot in self.arrived:
+                self.arrived[slot].append(message.arrival)
                 return
-            self._arrived[slot] = deque([message.arrival])
-            if message.key.kind == TransferKind.ACTIVATIONS and slot in self._posted:
+            self.arrived[slot] = deque([message.arrival])
+            if message.key.kind == TransferKind.ACTIVATIONS and slot in self.posted:
                 self._accept(peer)
 
     def _accept(self, peer: int) -> None:
@@ -263,10 +244,6 @@ class SharedMemoryTransfers:
 
             if not is_done():
                 yield peer, self._latest.get(peer, NO_KEY), is_done
-
-    def untaken(self) -> list[TransferKey]:
-        """Return the posted receives."""
-        return [key for _, key in self._posted]
 
 
 # -- the links ---------------------------------------------------------------------------------------------------

@@ -63,9 +63,9 @@ class SharedMemoryTransport(transport.DistributedTransport):
             self.unhurried = self._shared.links.links
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        shared = self._shared
-        if shared is None or not shared.carries(self.lane[peer]) \
-                or not self._send_shared(shared, self.lane[peer], key, tensors, announce):
+        shared, rank = self._shared, self.lane[peer]
+        if shared is None or (link := shared.links.links.get(rank)) is None or link.full_here \
+                or not self._send_shared(shared, rank, key, tensors, announce):
             super().send(peer, key, tensors, announce)
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
@@ -76,7 +76,7 @@ class SharedMemoryTransport(transport.DistributedTransport):
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         if self._shared is not None and self._await(self._shared, peer, key):
-            return self._shared.specs(self.lane[peer], key)
+            return self._shared.arrived[self.lane[peer], key][0].layout.specs
         return super().receive_specs(peer, key)
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
@@ -94,7 +94,7 @@ class SharedMemoryTransport(transport.DistributedTransport):
         super().finish()
 
     def untaken(self) -> list[TransferKey]:
-        return super().untaken() + ([] if self._shared is None else self._shared.untaken())
+        return super().untaken() + ([] if self._shared is None else [key for _, key in self._shared.posted])
 
     def _send_shared(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey, tensors: Sequence[Tensor],
                      announce: bool) -> bool:
@@ -121,14 +121,15 @@ class SharedMemoryTransport(transport.DistributedTransport):
         """Wait for a transfer that was posted through shared memory; return False if the transfer comes over gloo,
         where its receive is then posted."""
         rank = self.lane[peer]
-        if not shared.is_posted(rank, key):
+        if (rank, key) not in shared.posted:
             return False
         started = perf_counter()
-        arrived = shared.has_arrived(rank, key)
-        if not arrived:
+        if (rank, key) not in shared.arrived:
+            shared.links.receive(0.0)
+        if not (arrived := (rank, key) in shared.arrived):
             with PeerTransfer(rank, "waiting for", self.timeout_s, key, self):
                 arrived = shared.wait_for(rank, key)
-        if not arrived:
-            super().post(peer, key, shared.withdraw(rank, key))
+            if not arrived:
+                super().post(peer, key, shared.posted.pop((rank, key)))
         self.wait_s += perf_counter() - started
         return arrived

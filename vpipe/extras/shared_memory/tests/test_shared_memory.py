@@ -325,7 +325,7 @@ def test_a_limit_of_descriptors_is_named(ends: Ends) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
         with pytest.raises(RunError, match=r"no file descriptor is left for memory that rank 0 shares: .* is 0"):
-            there.has_arrived(0, F)
+            there.links.receive(0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
