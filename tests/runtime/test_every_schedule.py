@@ -150,7 +150,7 @@ def test_late_weight_halves_of_a_stream_are_exact(recompute: float, monkeypatch:
                       recompute=recompute)
 
 
-def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_path: Path) -> None:
+def test_evaluation_and_changes_within_a_batch_of_an_asynchronous_file_come_at_its_end(tmp_path: Path) -> None:
     file = tmp_path / "stream.csv"
     file.write_text(build("pipedream", Layout.LOOP(2), 4).to_csv())
     model, batches = rich_model(), rich_batches(2, 4)
@@ -163,6 +163,8 @@ def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_
             if evaluate and step.index == 1:
                 assert [made.index for made in pipe.engine.drain()] == [2, 3]
                 pipe.evaluate(batches)
+                with torch.no_grad():
+                    pipe.engine.local_stages[0].weights.leaves()[0].mul_(1)
         return losses
 
     assert run(evaluate=True) == run(evaluate=False)

@@ -145,6 +145,8 @@ class Engine:
         """
         iterator = iter(batches)
         self._compare_replicas()
+        if self._stream is None:
+            self._in_flight = None  # the caller went away between two steps that had been made
         self.drain()
         self._made.clear()
         self._raised: BaseException | None = None  # by ``stop``
@@ -408,9 +410,10 @@ class Engine:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
         self._check_not_wrapped()
         stream = self._stream
+        if not self._interpreter.broken:
+            self._check_unchanged()
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
-        self._check_unchanged()
         with self.interrupts:
             steps = stream.drain(self.schedule)
             self._end_stream(stream)
