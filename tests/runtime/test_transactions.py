@@ -21,6 +21,7 @@ from world import World
 
 from vpipe import Model, Pipeline
 from vpipe.checkpoint.manifest import Position
+from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
 
 BATCHES = [{"input": torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)),
@@ -305,3 +306,13 @@ def test_calls_that_fail_in_two_processes_leave_every_rank_as_it_was(arguments: 
 def test_every_public_name_has_a_row() -> None:
     rows = {name for row in READING | TRAINED | UNTRAINED for name in row.partition(":")[0].split()}
     assert rows ^ {name for name in vars(Pipeline) if not name.startswith("_")} == NO_ROW
+
+
+def test_a_change_under_way_is_refused_again() -> None:
+    pipe = pipeline(schedule="pipedream")
+    next(pipe.train(BATCHES))
+    with torch.no_grad():
+        pipe.engine.local_stages[0].modules[0].weight.add_(1)
+    for call in (pipe.drain, pipe.state_dict, pipe.drain):
+        with pytest.raises(UserError, match="was changed after step 0"):
+            call()

@@ -372,6 +372,8 @@ class Engine:
         for before, now in zip(marks, self._marks() if marks else (), strict=True):
             if before != now:
                 what = f"'{now[0]}'" if now[0] else "a parameter group of an optimizer"
+                if now[0]:  # what is under way has the rates of before
+                    self._in_flight = index, marks
                 raise UserError(f"{what} was changed after step {index}, while '{self.schedule.name}' has microbatches "
                                 "in flight",
                                 hint="change it after drain(), at a pause, between two calls of train, or choose a "
