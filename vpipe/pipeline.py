@@ -177,7 +177,7 @@ class Pipeline:
         self.lowered = self.engine.schedule
 
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | Pauses | None = None, *,
-              updates: int | None = None, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+              updates: int | None = None, stop: Callable[[], bool] | None = None) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yield one :class:`Step` per update, in order.
 
         With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
@@ -201,7 +201,8 @@ class Pipeline:
         _check_batches(batches)
         given = Arguments()
         updates = given.integer("updates", updates, least=0, or_none=True)
-        given.function("stop", stop, 0, "give a function without arguments that returns whether to stop")
+        given.function("stop", bool if stop is None else stop, 0,
+                       "give a function without arguments that returns whether to stop")
         given.check()
         next_pause = pauses if callable(pauses) else _pauses(pauses)
         if self._streams and not callable(pauses):

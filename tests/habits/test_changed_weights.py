@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def test_without_a_flush_a_change_is_that_of_plain_pytorch_at_a_pause_and_refuse
             script.pipe.evaluate(batches(1)) if evaluates else next(steps)
         assert str(refused.value) == (
             "error: 'embed.weight' was changed after step 1, while 'pipedream' has microbatches in flight\nhint: "
-            "change it after drain(), at a pause, between two calls of train, or choose a schedule with a flush; give "
+            "change it in the body of the loop, without a flush after drain() or at a pause; give "
             "learning rates as learning_rate_factor=lambda step: ...")
     script, losses = Script(True, precision=precision, schedule=STREAM), []
     for step in script.pipe.train(batches(), pauses=1):  # an update that begins with an empty pipeline is not late
@@ -196,7 +197,8 @@ def test_a_frozen_weight_of_two_stages_changes_on_both(two: World) -> None:
 
 @pytest.mark.parametrize(("name", "value", "text"), [
     ("weight", nn.Parameter(torch.zeros(WIDTH, WIDTH)), "was replaced by another parameter between two updates, which"),
-    ("weight.data", torch.zeros(1, WIDTH), "was given the shape [1, 6] between two updates")])
+    ("weight.data", torch.zeros(1, WIDTH), "was given the shape [1, 6] between two updates"),
+    ("weight.data", torch.zeros(WIDTH, WIDTH).half(), "was given the shape [6, 6] between two updates, in torch.fl")])
 def test_a_parameter_that_was_replaced_is_refused(name: str, value: Tensor, text: str) -> None:
     script = Script(False)
     steps = script.pipe.train(batches(2))
@@ -232,10 +234,61 @@ def test_an_average_begins_with_the_weights_before_the_first_update() -> None:
         torch.testing.assert_close(pipe.state_dict(averaged=True)[name], (before[name] + value) / 2)
 
 
+@pytest.mark.parametrize("data", [False, True])
 @pytest.mark.parametrize("how", [{"precision": "bf16_pure"}, {"ranks": 2}, {"tied": True}], ids=str)
-def test_a_forward_that_changes_a_weight_of_which_copies_are_kept_is_refused(how: dict[str, Any]) -> None:
+def test_a_forward_that_changes_a_weight_of_which_copies_are_kept_is_refused(how: dict[str, Any], data: bool) -> None:
     script = Script(**{"tied": False, **how})
     for embed in (m for m in script.kept if isinstance(m, nn.Embedding)):
-        embed.max_norm = 0.1
+        embed.max_norm = None if data else 0.1
+        embed.register_forward_pre_hook(lambda embed, _: (embed.weight.data.mul_(0.9 if data else 1.0), None)[1])
     with pytest.raises(UserError, match=r"'embed.weight' was changed in place by a forward, but other values of it"):
         list(script.pipe.train(batches(1)))
+
+
+COPIES: list[dict[str, Any]] = [{"schedule": STREAM}, {"precision": "bf16_pure"}, {"ranks": 2}]
+
+
+@pytest.mark.parametrize("how", [{}, *COPIES], ids=str)
+def test_a_parameter_may_be_taken_out_of_its_module_where_no_other_values_of_it_are_kept(how: dict[str, Any]) -> None:
+    script = Script(False, **how)
+    steps = script.pipe.train(batches(2), pauses=1)
+    next(steps)
+    for mix in (m for m in script.kept if isinstance(m, nn.Linear) and not m.weight.is_meta):
+        mix.bias = None
+    with pytest.raises(UserError, match=r"'mix.bias' was .* or taken out of its m") if how else nullcontext():
+        next(steps)
+        assert "mix.bias" not in script.pipe.state_dict()
+
+
+LEFT = "' has a gradient that no microbatch has made"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("how", "pauses", "refusal"), [
+    *((how, 1, LEFT) for how in ({}, *COPIES)), ({"schedule": STREAM}, None, "' was changed after step 0, while")])
+def test_a_gradient_that_the_script_leaves_is_refused(how: dict[str, Any], pauses: int | None, refusal: str,
+                                                      kept: bool) -> None:
+    script = Script(False, **how)
+    steps = script.pipe.train(batches(2), pauses=pauses)
+    next(steps)
+    for p in [p for m in script.kept for p in m.parameters()] if kept else script.made[0].param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(UserError, match=refusal):
+        next(steps)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", STREAM])
+def test_stop_and_an_iterator_may_neither_change_weights_nor_call_the_pipeline_in_an_update(schedule: Any) -> None:
+    def acting(act: Callable[[Script], object], script: Script) -> Iterator[dict[str, Tensor]]:
+        for batch in batches():
+            act(script)
+            yield batch
+
+    for act, refusal in ((lambda script: script.change("in place", kept=True), "' was changed by "),
+                         (lambda script: script.pipe.evaluate(batches(1)), " calls the pipeline in the middle")):
+        script = Script(True, schedule=schedule)
+        with pytest.raises(UserError, match=refusal):
+            list(script.pipe.train(batches(), stop=partial(act, script)))
+        script = Script(True, schedule=schedule)
+        with nullcontext() if schedule == "1f1b" else pytest.raises(UserError, match=refusal):
+            list(script.pipe.train(acting(act, script)))

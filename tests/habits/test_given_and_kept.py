@@ -106,6 +106,32 @@ def test_a_module_that_is_built_elsewhere_is_trained_itself(two: World, schedule
     assert two.run(own_modules, schedule=schedule, end=end) == [own_modules(schedule, end)] * 2
 
 
+class Merging(nn.Linear):
+    """Doubles its weight in evaluation mode, as adapters merge theirs."""
+
+    def train(self, mode: bool = True) -> nn.Linear:
+        self.weight.data *= {(True, False): 2.0, (False, True): 0.5}.get((self.training, mode), 1.0)
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_evaluation_calls_train_of_the_layers_again(schedule: str) -> None:
+    states = []
+    for evaluated in (False, True):
+        net = made_net()
+        net[3] = nn.Sequential(Merging(8, 8), nn.BatchNorm1d(8).eval())
+        nn.init.eye_(net[3][0].weight)
+        nn.init.zeros_(net[3][0].bias)
+        pipe = pipeline(model_of(net), schedule=schedule)
+        for batch in made_batches():
+            list(pipe.train([batch]))
+            if evaluated:
+                pipe.evaluate([batch])
+        states.append(fingerprint(pipe.state_dict()))
+        assert [part.training for part in net[3].modules()] == [True, True, False]
+    assert states[0] == states[1]
+
+
 @pytest.mark.parametrize("between", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_freezing_later_is_exact_or_refused(schedule: str, between: bool) -> None:
@@ -121,6 +147,15 @@ def test_freezing_later_is_exact_or_refused(schedule: str, between: bool) -> Non
         expected[3].requires_grad_(False)
         plain(expected, batches[1:])
         assert fingerprint(pipe.state_dict()) == fingerprint(expected.state_dict())
+
+
+def test_freezing_a_whole_stage_between_updates_is_refused_with_the_remedy() -> None:
+    net = made_net()
+    steps = pipeline(model_of(net)).train(made_batches())
+    next(steps)
+    net[:3].requires_grad_(False)
+    with pytest.raises(UserError, match=r"(?s) with a gradient for another .* Freeze a whole stage"):
+        next(steps)
 
 
 def test_a_factor_that_counts_its_calls_is_asked_once_per_update() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,24 @@ def test_a_skip_that_its_rank_keeps_for_a_later_stage_is_not_changed_by_another_
         assert pipe.placement == ((0,), (1,), (0,), (1,))
         assert refusal(run, pipe) == text
     assert_exact(skipping(lambda h: h * 1.5), "interleaved", [2, 1, 1, 2], recompute)
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+@pytest.mark.parametrize("second", [lambda h: h, lambda h: h.view(-1), Tensor.detach, torch.clone])
+def test_one_of_two_inputs_in_the_same_memory_may_not_be_changed_in_place(second: Callable[[Tensor], Tensor],
+                                                                          recompute: float) -> None:
+    class Gives(nn.Linear):
+        def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+            return (h := super().forward(h)), second(h)
+
+    class Takes(InPlace):
+        def forward(self, h: Tensor, g: Tensor) -> Tensor:
+            return super().forward(h) + g.view_as(h)
+
+    model = between(Layer("gives", lambda: Gives(WIDTH, WIDTH), ("h",), ("h", "g")),
+                    Layer("takes", lambda: Takes(lambda h: h.mul_(2)), ("h", "g"), ("h",)))
+    with nullcontext() if second is torch.clone else pytest.raises(UserError, match="stage 1, which starts at"):
+        assert_exact(model, "1f1b", [2, 2], recompute)
 
 
 @pytest.mark.parametrize("recompute", [0.0, 1.0])

@@ -351,8 +351,8 @@ def test_without_a_flush_a_change_while_it_is_full_is_refused_and_counts_when_it
     kept.put(0.02)
     assert refusal(lambda: next(running)) == (
         "error: a parameter group of an optimizer was changed after step 4, while 'pipedream' has microbatches in "
-        "flight\nhint: change it after drain(), at a pause, between two calls of train, or choose a schedule with a "
-        "flush; give learning rates as learning_rate_factor=lambda step: ...")
+        "flight\nhint: change it in the body of the loop, without a flush after drain() or at a pause; "
+        "give learning rates as learning_rate_factor=lambda step: ...")
     steps += pipe.engine.drain()
     assert [step.learning_rate for step in steps] == [0.1] * len(steps)
     how = TrainingRecipe(lambda named: SGD(named.values(), lr=0.1, momentum=0.9), 4, 2)

@@ -144,7 +144,7 @@ class RecordedRun:
                 f"{kind.__name__ if kind else ''}: {error}", hint="see the script's traceback", rank=self._pipe.rank))
 
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | None = None, *,
-              stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+              stop: Callable[[], bool] | None = None) -> Iterator[Step]:
         """Train as :meth:`vpipe.Pipeline.train` does, and record every update. The time between two calls of this does
         not count as training. A run that was stopped trains no more, so that a loop over epochs comes to its end."""
         left = None if self._updates is None else max(0, self._updates - self._pipe.position.updates)

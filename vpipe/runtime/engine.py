@@ -38,7 +38,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults, read_at_once
-from vpipe.runtime.surroundings import Surroundings, set_aside
+from vpipe.runtime.surroundings import P, Surroundings, T, set_aside
 from vpipe.runtime.transport.process_group import is_ordered, tensor_groups
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment
@@ -125,7 +125,8 @@ class Engine:
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
         self._holds = distributed and self._lanes_compared  # lanes wait for one another within a layer
-        self._in_flight: tuple[int, list[tuple[object, ...]]] | None = None  # a step that was yielded, with marks
+        self._in_flight: tuple[str, list[tuple[object, ...]]] | None = None  # since when, with marks
+        self._inside: str | None = None  # the function of the script's that runs in the middle of an update
 
     def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
         """Return how many stages from the first on train nothing on any rank; the last is never one of them."""
@@ -136,7 +137,7 @@ class Engine:
     # -- training --------------------------------------------------------------------------------------
 
     @set_aside
-    def train(self, batches: Iterable[Batch], updates: int | None = None, stop: Callable[[], bool] = lambda: False,
+    def train(self, batches: Iterable[Batch], updates: int | None = None, stop: Callable[[], bool] | None = None,
               pauses: Pauses = lambda steps: None) -> Iterator[Step]:
         """Train on the batches; yield the steps, in order. See :meth:`vpipe.Pipeline.train`.
 
@@ -150,7 +151,8 @@ class Engine:
         self.drain()
         self._made.clear()
         self._raised: BaseException | None = None  # by ``stop``
-        self._results.stop = partial(self._asks, self.surroundings.calling(stop))
+        asks = partial(self._asks, stop or bool)
+        self._results.stop = asks if stop is None else self._calling(asks, "stop")
         return self._until_asked(self._train_stream(iterator, updates, pauses) if self.schedule.stream
                                  else self._train_whole(iterator, updates))
 
@@ -352,33 +354,46 @@ class Engine:
         if self.schedule.flush:
             yield step
             return
-        for stage in self.local_stages:
-            stage.use_latest()  # a module may be the user's own, who looks at it
         if later_updates():
-            self._in_flight = step.index, self._marks()
+            self._in_flight = f"after step {step.index}", self._marks()
         yield step
         self._check_not_wrapped()
         for stage in self.local_stages:
             stage.check_frozen()
         self._check_unchanged()
 
-    def _marks(self) -> list[tuple[object, ...]]:
-        return [*(mark for stage in self.local_stages for mark in stage.marks()),
+    def _marks(self, sampled: bool = True) -> list[tuple[object, ...]]:
+        for stage in self.local_stages:
+            stage.use_latest()  # a module may be the user's own, who looks at it
+        return [*(mark for stage in self.local_stages for mark in stage.marks(sampled)),
                 *(("", optimizer.options()) for optimizer in self._optimizers)]
 
-    def _check_unchanged(self) -> None:
-        """Refuse what a script changed since the latest step was yielded, if microbatches were in flight."""
-        (index, marks), self._in_flight = self._in_flight or (0, []), None
-        for before, now in zip(marks, self._marks() if marks else (), strict=True):
+    def _check_unchanged(self, sampled: bool = True) -> None:
+        """Refuse what a script changed since the latest step was yielded, or its function called."""
+        (when, marks), self._in_flight = self._in_flight or ("", []), None
+        for before, now in zip(marks, self._marks(sampled) if marks else (), strict=True):
             if before != now:
                 what = f"'{now[0]}'" if now[0] else "a parameter group of an optimizer"
                 if now[0]:  # what is under way has the rates of before
-                    self._in_flight = index, marks
-                raise UserError(f"{what} was changed after step {index}, while '{self.schedule.name}' has microbatches "
-                                "in flight",
-                                hint="change it after drain(), at a pause, between two calls of train, or choose a "
-                                     "schedule with a flush; give learning rates as learning_rate_factor=lambda step: "
-                                     "...")
+                    self._in_flight = when, marks
+                raise UserError(f"{what} was changed {when}, while '{self.schedule.name}' has microbatches in flight",
+                                hint="change it in the body of the loop, without a flush after drain() or at a pause; "
+                                     "give learning rates as learning_rate_factor=lambda step: ...")
+
+    def _calling(self, function: Callable[P, T], name: str) -> Callable[P, T]:
+        """Return a function of the script's that may change nothing with microbatches in flight, as for ``stop``."""
+        function = self.surroundings.calling(function)
+
+        def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+            if name != "stop" and self._stream is None:
+                return function(*arguments, **keywords)
+            self._in_flight, self._inside = (f"by {name}", self._marks(sampled=False)), name
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self._inside = None
+                self._check_unchanged(sampled=False)  # quicker: this is done in every update
+        return call
 
     @property
     def _optimizers(self) -> list[StageOptimizer]:
@@ -410,6 +425,9 @@ class Engine:
     @set_aside
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
+        if self._inside is not None:
+            raise UserError(f"{self._inside} calls the pipeline in the middle of an update",
+                            hint="call it in the body of the loop; with pauses=..., if there is no flush")
         self._check_not_wrapped()
         stream = self._stream
         if not self._interpreter.broken:
@@ -603,7 +621,7 @@ class Engine:
                                 self._device if self.schedule.stream or not training else None, comparison, lanes,
                                 counted, weigh, self._over_lanes if training else list, slices=slices,
                                 by_label=not training or self._counted is not None, equal=training,
-                                read=self.surroundings.calling(next))
+                                read=self._calling(next, "the iterator of batches"))
 
     def _weigh(self, labels: str, training: bool) -> Weigh:
         """Return how much each label counts, as the model says, or now its loss; let the first losses be checked."""

@@ -289,7 +289,8 @@ class Interpreter:
         """Refuse what a script has made of the weights where stages cannot compute with it, before any does."""
         for stage in self._stages:
             stage.check_not_wrapped()
-            stage.weights.check_handed_out()
+            for weights in stage.all_weights:
+                weights.check_handed_out()
 
     def hand_out_weights(self) -> None:
         """Let a script see and change the weights. In one process it also sees what is to be exchanged."""

@@ -183,11 +183,12 @@ class P2PTransfers:
         if known is None:
             self._announced[channel] = specs
         elif known is not specs and known != specs:
-            which = self._segment.describe(microbatch)
-            raise UserError(f"stage {stage} sends {', '.join(map(str, specs))} for {which}, but sent "
-                            f"{', '.join(map(str, known))} for another with fields of the same shapes",
+            now, then = (", ".join(f"{spec}{' with a gradient' * spec.wants_gradient}" for spec in each)
+                         for each in (specs, known))
+            raise UserError(f"stage {stage} sends {now} for {self._segment.describe(microbatch)}, but sent {then} for "
+                            "another with fields of the same shapes",
                             hint="shapes between stages must follow from the shapes of the batch: pad where they "
-                                 "depend on the values")
+                                 "depend on the values. Freeze a whole stage before the pipeline is built")
         self._transport.send(peer, key, tensors, announce=known is None)
 
     def post_activations(self, stage: int, microbatch: int) -> None:

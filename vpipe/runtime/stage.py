@@ -280,7 +280,8 @@ class Stage(StageLayers):
         self._check_gradients(span, inputs, joined, [
             name for name, tensor, _, wanted in before if tensor.requires_grad and not (wanted and name in inputs)])
         changed = [name for name, tensor, version, _ in before if tensor._version != version]
-        if changed and any(given.get(name) is inputs.get(name) for name in changed):
+        if changed and any(given.get(name) is inputs.get(name) or sum(
+                inputs[name].data_ptr() == other.data_ptr() for other in inputs.values()) > 1 for name in changed):
             raise self._in_place_error(span.layers[0][1].name)
         if effects is not None:
             effects.note_changed_inputs(inputs, given, changed)

@@ -213,25 +213,26 @@ class StageLayers:
         self._places = [(f"{path}.{own}", part._parameters, own) for path, part in parts.items()
                         for own in part._parameters]
 
-    def marks(self) -> list[tuple[object, ...]]:
-        """Return names with marks by which a change of weights by a script is seen. One of ``p.data`` in place is seen
-        by some values of each, except on a device for which the host would wait."""
+    def marks(self, sampled: bool = True) -> list[tuple[object, ...]]:
+        """Return names with marks by which a change of weights or gradients by a script is seen. One of ``p.data`` in
+        place is seen by some values of each, if they are ``sampled`` and on no device for which the host would wait."""
         named = [(name, p) for name, held, own in self._places if (p := held.get(own)) is not None]
         names, tensors = zip(*named, *self.weights.masters.items(), strict=True) if named else ((), ())
         parts = [p if type(p) is nn.Parameter else local(p) for p in tensors]
         memory = [(part.data_ptr(), part.numel()) for part in parts]
-        sampled: dict[tuple[int, int], bytes] = {}  # by memory, which masters and leaves mostly share
+        found_at: dict[tuple[int, int], bytes] = {}  # by memory, which masters and leaves mostly share
         if len(self._bytes) > 8 * len(memory):  # of versions that are not in use any more
             self._bytes.clear()
-        for at, part in dict(zip(memory, parts, strict=True)).items() if self.device.type == "cpu" else ():
+        for at, part in dict(zip(memory, parts, strict=True)).items() if sampled and self.device.type == "cpu" else ():
             if (found := self._bytes.get(at)) is None:
                 values = part.detach().reshape(-1)[::at[1] // SAMPLED_VALUES | 1].contiguous()
                 found = values.view(torch.uint8).numpy()
                 if (values.data_ptr(), values.numel()) == at and at[1] <= SAMPLED_VALUES:
                     self._bytes[at] = found
-            sampled[at] = found.tobytes()
+            found_at[at] = found.tobytes()
         return list(zip(names, map(id, tensors), [p._version for p in tensors], memory,
-                        [part.stride() for part in parts], map(sampled.get, memory), strict=True))
+                        [part.stride() for part in parts], map(found_at.get, memory),
+                        [p.grad is None or p.grad._version for p in tensors], strict=True))
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""
@@ -240,13 +241,15 @@ class StageLayers:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set every module to evaluation mode, and back to the mode it was in."""
+        """Set every module to evaluation mode, and back to the mode it was in: a layer's ``train`` may do more."""
         modes = {module: module.training for layer in self.modules.values() for module in layer.modules()}
         for layer in self.modules.values():
             layer.eval()
         try:
             yield
         finally:
+            for layer in self.modules.values():
+                layer.train(modes[layer])
             for module, mode in modes.items():
                 module.training = mode
 

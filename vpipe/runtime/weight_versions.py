@@ -42,7 +42,7 @@ Slot = tuple[nn.Module, str]
 class _Mark(NamedTuple):
     """Show a change of a parameter or of its gradient, when two marks are compared."""
 
-    version: tuple[int, int]
+    version: tuple[int, int, bytes]
     memory: int
     gradient: Tensor | None
     gradient_version: int
@@ -114,7 +114,7 @@ class WeightVersions:
 
     def marks(self) -> list[_Mark]:
         """Return marks by which :meth:`check_forward` sees a change of the parameters in use."""
-        return [_Mark((leaf._version, local(leaf)._version), local(leaf).data_ptr(), leaf.grad,
+        return [_Mark((leaf._version, local(leaf)._version, sample(local(leaf))), local(leaf).data_ptr(), leaf.grad,
                       0 if leaf.grad is None else leaf.grad._version) for leaf in self._active]
 
     def check_forward(self, marks: Sequence[_Mark], recomputed: bool) -> None:
@@ -174,22 +174,27 @@ class WeightVersions:
         """Check that :meth:`take_back` can compute with what a script has made of the weights.
 
         Raises:
-            UserError: a parameter is another one now, or of another shape.
+            UserError: a parameter is another one now, or of another shape, or has a gradient of the script's.
         """
+        for name, p in (*zip(self.names, self.leaves(), strict=True), *vars(self).get("masters", {}).items()):
+            if p.grad is not None:
+                raise UserError(f"'{name}' has a gradient that no microbatch has made",
+                                hint="clear it, module.zero_grad(), and add what it is of to the loss")
         for i, memory in enumerate(self._handed_out or ()):
             name, leaf = self.names[i], self.leaves()[i]
-            if any((now := module._parameters.get(own)) is not None and now is not leaf
-                   for module, own in self.slots[name]):
+            if any((now := module._parameters.get(own)) is not leaf
+                   and (now is not None or self.parted or name in self.copied) for module, own in self.slots[name]):
                 raise UserError(f"'{name}' was replaced by another parameter between two updates, which no optimizer "
-                                "steps", hint="change its values, p.data.copy_(new), and tie layers by Layer(ties=...)")
+                                "steps, or taken out of its module", hint="change its values, p.data.copy_(new), and "
+                                "tie, prune, parametrize or leave it out where layers are built")
             if not self.masters[name].requires_grad:
                 raise UserError(f"'{name}' was frozen through its optimizer, whose parameter is another tensor than "
                                 "the layer's", hint="freeze the layer's, module.requires_grad_(False), in a layer that "
                                                     "the script has kept; or leave the parameter out of the optimizer")
             for each in (leaf, self.masters[name]) if self.owns(name) else ():
-                if local(each).shape != memory.shape:
-                    raise UserError(f"'{name}' was given the shape {list(each.shape)} between two updates",
-                                    hint="build the layer with that shape")
+                if (local(each).shape, each.dtype) != (memory.shape, memory.dtype):
+                    raise UserError(f"'{name}' was given the shape {list(each.shape)} between two updates, in "
+                                    f"{each.dtype}", hint="build the layer with that shape and dtype")
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -425,6 +430,13 @@ class WeightVersions:
         self.latest = version
         if len(self._leaves) > self.most_versions:
             self.most_versions = len(self._leaves)
+
+
+def sample(values: Tensor) -> bytes:
+    """Return the bytes of a small tensor, or of at least 1,024 values of a large one; none if the host would wait."""
+    if values.device.type != "cpu" or not values.data_ptr():
+        return b""
+    return values.detach().reshape(-1)[::values.numel() // 1024 | 1].clone().view(torch.uint8).numpy().tobytes()
 
 
 def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:
