@@ -37,6 +37,7 @@ class ThreadLine:
     def __init__(self, lines: Lines, rank: int, ranks: int) -> None:
         self.lines, self.rank, self.ranks = lines, rank, ranks
         self.names = Counter[str]()
+        self.call, self.told = "", False
 
     def next_name(self, channel: str) -> str:
         self.names[channel] += 1

@@ -26,14 +26,14 @@ from vpipe.description.transfers import Transfers
 from vpipe.description.update import FromNamed, Update
 from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
-from vpipe.distributed.init import is_alone, join_world
+from vpipe.distributed.init import exchange, is_alone, join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.model.layer import split_target
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
 from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, labelled
-from vpipe.runtime.collectives import LocalUsage, clock_offset
+from vpipe.runtime.collectives import LocalUsage, clock_offset, together
 from vpipe.runtime.engine import Engine, Pauses
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
@@ -119,21 +119,22 @@ class Pipeline:
             cut = replace(cut, stages=model.balanced(cut.count))
         world = join_world(transfers.group, transfers.timeout_s, execution.device, execution.mesh,
                            execution.data)
-        if plan is not None and plan.tensor not in (None, lanes := len(world.lanes.alike)):
-            raise UserError(f"the plan splits layers over {counted(plan.tensor, 'rank')}, but there "
-                            f"{'is' if lanes == 1 else 'are'} {counted(lanes, 'lane')}",
-                            hint="build the layers on a mesh, Execution(mesh=mesh), or make another plan")
-        description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
-        lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
-                                   zero1=update.zero1,
-                                   ranks=len(world.lanes.own) if len(world.lanes.own) > 1 else None)
-        if lowered.flush and description.delay_correction:
-            raise UserError(f"delay_correction is {description.delay_correction:g}, but '{order.schedule}' has a "
-                            "flush: no gradient is late",
-                            hint="leave it out, or choose a schedule without a flush, such as pipedream")
-        if world.lanes.count > 1 or execution.data is not None:
-            _check_lanes(description, max(map(len, lowered.placement)))
-        self._set_up(model, description, lowered, world)
+        with exchange(timeout_s=transfers.timeout_s).call("Pipeline()"):
+            if plan is not None and plan.tensor not in (None, lanes := len(world.lanes.alike)):
+                raise UserError(f"the plan splits layers over {counted(plan.tensor, 'rank')}, but there "
+                                f"{'is' if lanes == 1 else 'are'} {counted(lanes, 'lane')}",
+                                hint="build the layers on a mesh, Execution(mesh=mesh), or make another plan")
+            description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
+            lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
+                                       zero1=update.zero1,
+                                       ranks=len(world.lanes.own) if len(world.lanes.own) > 1 else None)
+            if lowered.flush and description.delay_correction:
+                raise UserError(f"delay_correction is {description.delay_correction:g}, but '{order.schedule}' has a "
+                                "flush: no gradient is late",
+                                hint="leave it out, or choose a schedule without a flush, such as pipedream")
+            if world.lanes.count > 1 or execution.data is not None:
+                _check_lanes(description, max(map(len, lowered.placement)))
+            self._set_up(model, description, lowered, world)
         narrow = [name for stage in self.engine.local_stages for name, p in stage.named_parameters()
                   if p.requires_grad and p.dtype in NARROW]
         if narrow and computed.dtype is None:
@@ -170,12 +171,12 @@ class Pipeline:
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every // schedule.slices
-        self._streams = schedule.stream
         surroundings = Surroundings(world.own.type)
         with surroundings.set_aside():
             self.engine = Engine(model, model.split(self.partition), schedule, description, world, surroundings)
         self.lowered = self.engine.schedule
 
+    @together
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | Pauses | None = None, *,
               updates: int | None = None, stop: Callable[[], bool] | None = None) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yield one :class:`Step` per update, in order.
@@ -205,8 +206,6 @@ class Pipeline:
                        "give a function without arguments that returns whether to stop")
         given.check()
         next_pause = pauses if callable(pauses) else _pauses(pauses)
-        if self._streams and not callable(pauses):
-            self.engine.collectives.check_same("pauses", shown(pauses), "give every rank the same")
         if not self._trained:
             self.engine.collectives.check_trained()
             self._trained = True
@@ -221,6 +220,7 @@ class Pipeline:
         """
         self.engine.ask_stop()
 
+    @together
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the updates that this made, in order.
 
@@ -243,6 +243,7 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Batch], outputs: Wanted, *,
                  averaged: bool = False) -> tuple[float, dict[str, Tensor]]: ...
 
+    @together
     def evaluate(self, batches: Iterable[Batch], outputs: Wanted | None = None, *,
                  averaged: bool = False) -> float | tuple[float, dict[str, Tensor]]:
         """Return the mean loss over all samples, forward only, modules in evaluation mode; the same on every rank.
@@ -266,6 +267,7 @@ class Pipeline:
         loss, found = self.engine.evaluate(batches, wanted, averaged)
         return loss if outputs is None else (loss, found)
 
+    @together
     def state_dict(self, *, corrected: bool = True, sharded: bool = False, averaged: bool = False) -> dict[str, Any]:
         """Return the whole model on every rank: ``"<layer>.<parameter>"``; a tied parameter under its owner's name.
 
@@ -284,6 +286,7 @@ class Pipeline:
         view = view_of(corrected, averaged, sharded)
         return self.sharded.state_dict() if sharded else self.engine.state(view)
 
+    @together
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict` on every rank before training: a whole model; or, with the optimizer's state and
         the position in training, a sharded one, which ``torch.distributed.checkpoint`` has filled.
@@ -300,6 +303,7 @@ class Pipeline:
         ``dcp.save({"pipe": pipe.sharded}, checkpoint_id=folder)``; a plain model's, too (docs/mesh.md)."""
         return ShardedState(self.engine, self.description)
 
+    @together
     def save(self, folder: str | Path) -> None:
         """Save a checkpoint at ``folder``, from which training resumes exactly.
 
@@ -315,6 +319,7 @@ class Pipeline:
         """
         self._checkpoint(folder).save({**self.arrangement, "drained": True})
 
+    @together
     def load(self, folder: str | Path) -> Position:
         """Load a checkpoint of :meth:`save`, or the newest one of a run's folder; every rank calls it before training.
 
@@ -357,6 +362,7 @@ class Pipeline:
         """Return the usage of training so far of this process, by rank and stage, without any transfer."""
         return self.engine.collectives.local_usage()
 
+    @together
     def usage(self, since: LocalUsage | None = None) -> list[StageUsage]:
         """Return the usage of every stage, of each of its replicas, and on a mesh of the rank of each lane there, in
         this order. Every rank must call it.
@@ -368,6 +374,7 @@ class Pipeline:
             raise UserError(f"since is {shown(since)}", hint="give what local_usage() returned before")
         return self.engine.collectives.usage(since)
 
+    @together
     def clock_offset(self) -> float:
         """Return what to add to this process's ``perf_counter`` to have that of rank 0. Every rank must call it."""
         return clock_offset() if self.engine.collectives.job.ranks > 1 else 0.0
@@ -406,6 +413,7 @@ class Pipeline:
         for worker in self.engine.workers.values():
             worker.schedule_kernels(scheduler)
 
+    @together
     def gradient_norms(self) -> dict[str, float]:
         """Return the norm of the gradients of each layer in the latest update of its stage, before clipping.
 
@@ -424,6 +432,7 @@ class Pipeline:
             squares[layer] = squares.get(layer, 0.0) + norm ** 2
         return {layer.name: math.sqrt(squares[layer.name]) for layer in self.model.layers if layer.name in squares}
 
+    @together
     def check_replicas(self) -> None:
         """Refuse weights that differ between the replicas of a stage. Every rank must call it, after the same update;
         an asynchronous pipeline drains first.
@@ -433,6 +442,7 @@ class Pipeline:
         """
         self.engine.check_replicas()
 
+    @together
     def local_state(self) -> dict[str, Tensor]:
         """Return what this process adds to a checkpoint, without copies: those who save in the background need it.
 
@@ -443,6 +453,7 @@ class Pipeline:
         """
         return self.engine.checkpoint_state()
 
+    @together
     def restore(self, position: Position, tensors: Callable[[Callable[[str], bool]], Mapping[str, Tensor]]
                 ) -> str | None:
         """Restore the :meth:`local_state` of all ranks of a run, on every rank before it trains; see :meth:`load`.

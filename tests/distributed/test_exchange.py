@@ -12,7 +12,7 @@ import pytest
 from lines import Lines, exchanges
 from watched_ranks import WITHIN_S, Ranks, hello, until
 
-from vpipe.distributed.value_exchange import Exchange
+from vpipe.distributed.value_exchange import DOING, Exchange
 from vpipe.errors import RunError
 
 
@@ -125,8 +125,8 @@ def test_one_that_is_killed_is_named_and_the_others_still_agree(ranks: Ranks) ->
     detector = ranks.start(3, without=(2,))
     line = hello(detector, 2)
     voters = [Exchange(watch, "checkpoints") for watch in ranks.watches.values()]
-    line.send({"give": "checkpoints 1", "value": "mine", "of": [0, 1, 2], "to": 0})
-    line.send({"give": "checkpoints 2", "value": None, "of": [0, 1, 2]})
+    line.send({"give": "checkpoints 1", "value": [DOING, None, "mine"], "of": [0, 1, 2], "hears": False})
+    line.send({"give": "checkpoints 2", "value": [DOING, None, None], "of": [0, 1, 2], "hears": True})
     until(lambda: len(detector._relay._given) == 2)
     line.close()
     until(lambda: all(watch.fault is not None for watch in ranks.watches.values()))

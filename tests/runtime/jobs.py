@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vpipe import Model, Pipeline
+from vpipe.distributed.init import exchange
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
 
@@ -260,12 +261,15 @@ def trains_alone(*, timeout_s: float) -> None:
         list(pipe.train(rich_batches(1, 4)))
 
 
-def goes_apart(*, call: str, timeout_s: float) -> None:
-    """Rank 0 evaluates, or asks for the whole model, after a step after which rank 1 trains on."""
-    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
-    for _ in pipe.train(rich_batches(2, 4)):
-        if dist.get_rank() == 0:
-            pipe.evaluate(rich_batches(1, 4)) if call == "evaluate" else pipe.state_dict()
+def goes_apart(*, call: str, timeout_s: float, schedule: str = "1f1b", apart: int = 0) -> None:
+    """A rank evaluates, asks for the whole model, or waits for another thread's exchange, after a step after which the
+    other rank trains on."""
+    pipe = pipeline(rich_model(), schedule=schedule, stages=2, microbatches=2, timeout_s=timeout_s)
+    calls = {"evaluate": lambda: pipe.evaluate(rich_batches(1, 4)), "state_dict": pipe.state_dict,
+             "another": lambda: exchange("another", timeout_s).all_gather(None)}
+    for _ in pipe.train(rich_batches(4, 4)):
+        if dist.get_rank() == apart:
+            calls[call]()
 
 
 def refused(*, tied_to: str | None = None, evaluate: bool = False, **arguments: Any) -> str:

@@ -92,13 +92,6 @@ class Ranks:
         assert not self._room, "all that was sent is received"
 
 
-def test_ranks_that_want_other_outputs_of_an_evaluation_are_refused() -> None:
-    ranks = Ranks([[0], [1], [2]], 2, training=False)
-    ranks.ranks[0].evaluation = ranks.ranks[1].evaluation = "evaluation (outputs: h)"
-    with pytest.raises(RunError, match=r"rank 1 is at evaluation \(outputs: h\) batch 0, rank 2 at evaluation batch 0"):
-        ranks.run(lambda rank: batches(), 3)
-
-
 def batches(count: int = 3, samples: int = 12, seed: int = 0) -> list[Batch]:
     random = torch.Generator().manual_seed(seed)
     return [{"x": torch.randn(samples, 3, generator=random), "y": torch.arange(samples)} for _ in range(count)]

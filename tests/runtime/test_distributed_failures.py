@@ -92,8 +92,8 @@ def test_a_rank_lost_while_the_model_is_gathered_is_named(pair: World) -> None:
         pair.progress(rank, lambda _: True, within_s=60)
     pair.signal(1, signal.SIGKILL)
     error = run_error(pair.outcome(0, 10))
-    assert error["text"].startswith("error: rank 1 (stage 1) died without a message; rank 0 was sharing what each has "
-                                    "with rank 1 (rank 0, peer rank 1)\nhint: ")
+    assert error["text"].startswith("error: rank 1 (stage 1) died without a message; rank 0 (stage 0) was beginning "
+                                    "state_dict() (rank 0, peer rank 1)\nhint: ")
 
 
 def test_shapes_that_follow_from_values_are_the_users_mistake(pair: World) -> None:
@@ -114,8 +114,8 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
     assert pair.outcome(0, 30) == ("result", None)
     waiting = run_error(pair.outcome(1, 30))
     assert waiting["text"].startswith(
-        "error: rank 0 (stage 0) is running but did not answer in time; rank 1 (stage 1) gave up sharing what "
-        "each has after 2 s; rank 1 (stage 1) has waited ")
+        "error: rank 0 (stage 0) is running but did not answer in time; rank 1 (stage 1) gave up beginning "
+        "train() after 2 s; rank 1 (stage 1) has waited ")
     assert re.search(r"for what each has from rank 0 \(stage 0\); rank 0 "
                      r"\(stage 0\) (has been outside of the pipeline, in the program that runs it, for \d+\.?\d* s: "
                      r"the slow one|is busy, with nothing for long) \(rank 1, ", waiting["text"])
@@ -123,23 +123,24 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
 
 
 def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) -> None:
-    pair.begin(jobs.goes_apart, call="state_dict", timeout_s=4)
+    pair.begin(jobs.goes_apart, call="another", timeout_s=4)
     for rank in (0, 1):
         error = run_error(pair.outcome(rank, 30))
         assert re.search(r"^error: rank [01] \(stage [01]\), rank [01] \(stage [01]\) wait for one another: a "
                          rf"deadlock; rank {rank} ", error["text"]), error["text"]
-        assert re.search(r"rank 1 \(stage 1\) has waited \d\.\d s [^;]+, while running 1[A-Z_]+\d+",
-                         error["text"]), error["text"]
+        assert re.search(r"rank 1 \(stage 1\) has waited \d\.\d s for [^;]+ from rank 0", error["text"]), error["text"]
 
 
-def test_ranks_in_different_calls_say_which(pair: World) -> None:
-    pair.begin(jobs.goes_apart, call="evaluate", timeout_s=30)
-    assert run_error(pair.outcome(1, 10))["text"] == (
-        "error: rank 0 is at evaluation batch 0, rank 1 at training batch 1 (rank 1, stage 1, microbatch 2, "
-        "action 1F0)\n"
-        "hint: every rank must go through the same batches and calls")
-    assert run_error(pair.outcome(0, 10))["text"].startswith(
-        "error: rank 1 (stage 1) failed: rank 0 is at evaluation batch 0, rank 1 at training batch 1; rank 0 ")
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("call", ["evaluate", "state_dict"])
+@pytest.mark.parametrize("apart", [0, 1])
+def test_ranks_in_different_calls_say_which_at_once(pair: World, call: str, schedule: str, apart: int) -> None:
+    pair.begin(jobs.goes_apart, call=call, timeout_s=30, schedule=schedule, apart=apart)
+    what = [f"{call}()", "step 1 of train()"][::-1 if apart else 1]
+    for rank in (0, 1):
+        error = run_error(pair.outcome(rank, 10))["text"]
+        assert error.startswith(f"error: rank 0 (stage 0) is at {what[0]}, rank 1 at {what[1]}; rank {rank} "), error
+        assert error.endswith("hint: every rank must make the same calls in the same order, with the same arguments")
 
 
 @pytest.mark.parametrize("arguments", [{"schedule": "1f1b"}, pytest.param(

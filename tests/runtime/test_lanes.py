@@ -157,7 +157,7 @@ def other_batches(*, what: str) -> list[Any]:
     ("values", "batches differ between lanes: field 'ids' of batch 1 on rank {} and rank {}"),
     ("samples", "batches differ between lanes: batch 1 has 8 samples on rank {} and 4 on rank {}"),
     ("fewer", "batches differ between lanes: there are 1 on rank {1} and more on rank {0}"),
-    ("outputs", "rank {} is at evaluation batch 0, rank {} at evaluation (outputs: h) batch 0"),
+    ("outputs", "rank {} is at evaluate(), rank {} at evaluate(outputs=h)"),
     ("missing", "a batch holds ['ids'], but not ['labels']")])
 def test_lanes_with_other_batches_are_found_before_an_update_uses_them(world: World, what: str, error: str) -> None:
     for losses in world.run(other_batches, what=what):
@@ -210,7 +210,7 @@ def refused() -> list[str]:
     for words in given:
         with pytest.raises(UserError) as caught:
             jobs.pipeline(rich_model(), **{**TWO_BY_TWO, **words})
-        errors.append(re.sub("checksum [0-9a-f]{8}", "checksum x", str(caught.value).splitlines()[0]))
+        errors.append(str(caught.value).splitlines()[0])
     return errors
 
 
@@ -226,7 +226,7 @@ def test_meshes_and_what_lanes_cannot_do_are_refused_with_numbers(world: World) 
             "error: compress is bf16 beside a mesh whose layers compute over several lanes",
             *[f"error: the executor is {name} beside a mesh whose layers compute over several lanes"
               for name in THREADED],
-            "error: the schedule is 1f1b of 4 microbatches, layers (4, 4), checksum x on rank 0 and gpipe of 4 "
-            "microbatches, layers (4, 4), checksum x on rank 2",
-            "error: the schedule is 1f1b of 4 microbatches, layers (4, 4), checksum x on rank 0 and 1f1b of 4 "
-            "microbatches, layers (4, 4), checksum x on rank 2"]
+            "error: order is Order(schedule='1f1b', chunks=None, slices=1) on rank 0 and Order(schedule='gpipe', "
+            "chunks=None, slices=1) on rank 2",
+            "error: cut is Cut(stages=(4, 4), recompute=0.0, ranks=1) on rank 0 and Cut(stages=(4, 4), "
+            "recompute=1.0, ranks=1) on rank 2"]

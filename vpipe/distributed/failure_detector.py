@@ -139,11 +139,12 @@ class FailureDetector:
         close_in_child(self._server)
         self.port = 0 if self._server.family == socket.AF_UNIX else int(self._server.getsockname()[1])
         self._members = [_Member(rank, monotonic()) for rank in range(ranks)]
-        self._relay, self._refused = Relay(ranks), 0
+        self._refused = 0
         self._unauthenticated: dict[Connection, tuple[float, str]] = {}
         """The oldest first, with the time until which it may stay, and what it has to answer."""
         self._fault: Fault | None = None
         self._claims: list[Fault] = []  # of the ranks, since failures were looked for
+        self._relay = Relay(ranks, self._claims.append)
         self._stops: dict[str, str] = {}  # why, by what is asked to stop
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -310,7 +311,7 @@ class FailureDetector:
         the end of the lost one's. No rank is gone when rank 0 has left: the others hang up when they hear it, and this
         thread is about to end.
         """
-        claims, self._claims = self._claims, []
+        claims, self._claims[:] = self._claims[:], []
         if self._fault is not None:
             return
         there = {} if ending or self._members[0].left else \

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 
 from vpipe import accelerator
 from vpipe.distributed import excepthook
@@ -98,6 +98,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     own = accelerator.choose(device, backend, visible_here())
     accelerator.make_current(own)
     if dist.is_initialized():
+        limit_groups(timeout_s)
         devices = _join_group(own, backend, timeout_s)
         if mesh is None:
             return devices
@@ -154,6 +155,13 @@ def exchange(channel: str = "", timeout_s: float | None = None, among: Sequence[
     else:
         watchdog = (_met or _meet(STARTING)).watchdog
     return Exchange(watchdog, channel, timeout_s, among)
+
+
+def limit_groups(timeout_s: float) -> None:
+    """Let collectives in all process groups of this process, such as those of layers, wait this long."""
+    for backend in [each._get_backend(device) for each in _world.pg_map for device in each._device_types]:
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def is_alone() -> bool:

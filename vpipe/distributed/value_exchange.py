@@ -7,13 +7,23 @@ thread may exchange values while the main thread trains. Tensors go another way:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict
 from typing import Any, Protocol
 
+from vpipe.distributed.fault import Fault
+from vpipe.errors import Problem, RunError, UserError
+
 DOING = "sharing what each has"
+SAME_CALLS = "every rank must make the same calls in the same order, with the same arguments"
 
 
 class ExchangeLine(Protocol):
-    """This rank's connection with all ranks."""
+    """This rank's connection with all; the call that it makes with them, and whether they know that it has failed."""
+
+    call: str
+    told: bool
 
     @property
     def rank(self) -> int:
@@ -37,7 +47,8 @@ class Exchange:
     """Exchange values: anything that JSON holds. All ranks call the same methods in the same order.
 
     Each method raises RunError when a rank fails, or ends before it takes part; ``doing`` says for that message what
-    this rank did.
+    this rank did. A value carries the call in which it is given (:meth:`call`): where these differ, or a rank fails in
+    one, all ranks of the exchange raise the same error, and the next one works.
 
     Args:
         line: to the other ranks; None for a process that is alone.
@@ -53,16 +64,86 @@ class Exchange:
         self._among = list(range(1 if line is None else line.ranks) if among is None else among)
         self._channel = channel if among is None else f"{channel} of {','.join(map(str, among))}"
         self.rank, self.ranks = self._among.index(0 if line is None else line.rank), len(self._among)
+        self._shown: Sequence[int] = range(self.ranks)
         if self.ranks == 1:
             self._line = None
 
+    def only(self, ranks: Sequence[int]) -> Exchange:
+        """Return this exchange with the values of these ranks alone, in which the others take part as before."""
+        shown = copy(self)
+        shown._shown, shown.rank, shown.ranks = ranks, ranks.index(self.rank), len(ranks)
+        return shown
+
+    @contextmanager
+    def call(self, what: str, at_once: bool = True) -> Iterator[None]:
+        """Make a call with all ranks: it begins when all make the same one, and ends when it has succeeded on all.
+
+        Args:
+            what: its name and arguments, to compare.
+            at_once: False begins it without waiting for the others.
+        """
+        if (line := self._line) is None:
+            yield
+            return
+        outer, line.call = line.call, what
+        try:
+            with self.whole(f"ending {what}"):
+                if at_once:
+                    self.all_gather(None, f"beginning {what}")
+                else:
+                    self.note(what)
+                yield
+        finally:
+            line.call = outer
+
+    @contextmanager
+    def whole(self, doing: str = DOING) -> Iterator[None]:
+        """End when this has succeeded on all ranks; raise on all what fails on one."""
+        if (line := self._line) is not None:
+            line.told = False
+        try:
+            yield
+            self.all_gather(None, doing)
+        except BaseException as error:
+            if line is not None and not line.told:  # the others wait in the next exchange
+                fault = Fault.failed(line.rank, error)
+                self._give(line, None, doing, False, [asdict(each) for each in error.problems] if isinstance(
+                    error, UserError) else {"what": f"rank {line.rank} {fault.what}", "hint": fault.hint,
+                                            "peer": line.rank})
+                line.told = True
+            raise
+
     def all_gather(self, value: Any, doing: str = DOING) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
-        if self._line is None:
+        if (line := self._line) is None:
             return [value]
-        name = self._line.next_name(self._channel)
-        self._line.give({"give": name, "value": value, "of": self._among})
-        return self._line.take(name, doing, self._timeout_s)
+        values = self._take(line, self._give(line, value, doing, True), doing)
+        return [values[rank] for rank in self._shown]
+
+    def note(self, doing: str) -> None:
+        """Say without waiting what this rank does next; ranks that then do something else fail, all of them."""
+        if (line := self._line) is not None:
+            self._give(line, None, doing, False)
+
+    def _give(self, line: ExchangeLine, value: Any, doing: str, hears: bool, failure: object = None) -> str:
+        """Give a value for the next exchange, with this rank's call, or between two and in other channels what it does;
+        return the name."""
+        name, call = line.next_name(self._channel), (not self._channel and line.call) or doing
+        line.give({"give": name, "value": [call, failure, value], "of": self._among, "hears": hears})
+        return name
+
+    def _take(self, line: ExchangeLine, name: str, doing: str) -> list[Any]:
+        """Wait for the values of an exchange."""
+        of_all = line.take(name, doing, self._timeout_s)
+        for rank, (call, failure, _) in zip(self._among, of_all, strict=True):
+            if call != of_all[0][0]:
+                line.told = True
+                raise UserError(f"rank {self._among[0]} is at {of_all[0][0]}, rank {rank} at {call}", hint=SAME_CALLS)
+            if failure is not None:
+                line.told = True
+                raise RunError(**failure, rank=line.rank) if isinstance(failure, dict) else \
+                    UserError.all_of([Problem(**each) for each in failure])
+        return [value for *_, value in of_all]
 
     def from_rank(self, value: Any, source: int = 0, doing: str = DOING) -> Any:
         """Return the value of one rank on every rank; those of the others do not count. Alone, return the own."""
@@ -80,9 +161,8 @@ class Exchange:
         """
         if (line := self._line) is None:
             return lambda: [value]
-        name = line.next_name(self._channel)
-        line.give({"give": name, "value": value, "of": self._among, "to": self._among[0]})
-        return lambda: line.take(name, doing, self._timeout_s) if self.rank == 0 else []
+        name = self._give(line, value, doing, self.rank == 0)
+        return lambda: self._take(line, name, doing) if self.rank == 0 else []
 
     def agree(self, vote: str, decide: Callable[[list[str]], str], doing: str = DOING) -> str:
         """Return the decision on the votes of all ranks, by rank, on every rank.
@@ -107,10 +187,14 @@ class Exchange:
 
 
 class Relay:
-    """Rank 0's side: collect what ranks give, and return what is to be sent to whom."""
+    """Rank 0's side: collect what ranks give, and return what is to be sent to whom.
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    Args:
+        claim: called with the fault of ranks that do different things, where one of them does not wait to hear so.
+    """
+
+    def __init__(self, ranks: int, claim: Callable[[Fault], None] = lambda fault: None) -> None:
+        self._ranks, self._claim = ranks, claim
         self._given: dict[str, dict[int, Any]] = {}
         self._among: dict[str, Sequence[int]] = {}
         self._left: set[int] = set()
@@ -119,18 +203,25 @@ class Relay:
         """Take a rank's value of an exchange; yield the values of all when it is the last.
 
         Args:
-            message: ``give``, the name of the exchange; ``value``; ``of``, the ranks that take part; ``to``, the only
-                rank that is to have them.
+            message: ``give``, the name of the exchange; ``value``; ``of``, the ranks that take part; ``hears``, whether
+                the rank waits for those of all.
         """
         name, among = message["give"], message["of"]
         values = self._given.setdefault(name, {})
         self._among[name] = among
-        values[rank] = message["value"]
+        values[rank] = message
         if len(values) == len(among):
             del self._given[name], self._among[name]
-            for listener in [message["to"]] if "to" in message else among:
-                yield listener, {"given": name, "values": [values[other] for other in among]}
-        elif missing := self._left.intersection(among) - values.keys():
+            of_all = [values[other]["value"] for other in among]
+            apart = next((other for other, (call, *_) in zip(among, of_all, strict=True) if call != of_all[0][0]), None)
+            if apart is not None and any(not each["hears"] and each["value"][1] is None for each in values.values()):
+                self._claim(Fault((among[0],), f"is at {of_all[0][0]}, rank {apart} at {values[apart]['value'][0]}",
+                                  SAME_CALLS))
+                return
+            for listener in reversed(among):  # rank 0, which may end, last
+                if values[listener]["hears"]:
+                    yield listener, {"given": name, "values": of_all}
+        elif message["hears"] and (missing := self._left.intersection(among) - values.keys()):
             yield rank, {"given": name, "without": min(missing)}
 
     def late(self, rank: int, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -143,4 +234,5 @@ class Relay:
         self._left.add(rank)
         for name, values in self._given.items():
             if rank in self._among[name] and rank not in values:
-                yield from ((listener, {"given": name, "without": rank}) for listener in values)
+                yield from ((listener, {"given": name, "without": rank}) for listener, each in values.items()
+                            if each["hears"])

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from vpipe.distributed.connection import Connection
 from vpipe.distributed.failure_detector import RankState, Wait, WatchdogTiming
 from vpipe.distributed.fault import Fault, may_follow
-from vpipe.distributed.wait_graph import LongWaits, WaitChain
+from vpipe.distributed.wait_graph import LONG, LongWaits, WaitChain, sentence
 from vpipe.errors import RunError
 
 
@@ -131,6 +131,7 @@ class Watchdog:
         self.activity = Activity()
         self.note: Callable[[str], None] = lambda text: None
         self.break_off: Callable[[], None] = lambda: None
+        self.call, self.told = "", False
         self._connection, self.timing, self._end = connection, timing, end
         self._fault: Fault | None = None
         self._known, self._acknowledged = Event(), Event()  # by this thread; by the main thread
@@ -498,6 +499,16 @@ class ProcessWatch:
         """Send all ranks an error of this one, if there are others."""
         if self.watchdog is not None:
             self.watchdog.failed(error)
+
+    def late(self, error: Exception) -> RunError | None:
+        """Return the error to raise where a collective has waited too long, with what ranks do that wait for none."""
+        if (dog := self.watchdog) is None or not isinstance(error, RuntimeError) or "imed out" not in str(error):
+            return None
+        busy = [sentence(rank, state, dog.place) for rank, state in enumerate(dog._states)
+                if rank != dog.rank and state.waits is None]
+        me, doing = dog.place(dog.rank), self.activity.describe()[0] or dog.call
+        return RunError("; ".join([f"{me} has waited too long for other ranks in a collective, {doing}", *busy[:LONG]]),
+                        hint=Fault.busy(dog.rank).hint, rank=dog.rank)
 
     def end_process(self, error: RunError) -> None:
         """Report an error and end this process, from any thread."""

@@ -98,7 +98,6 @@ class BatchComparison:
 
     Attributes:
         posted_until, compared_until: per stage, the microbatch before which nothing is left to post or compare.
-        evaluation: its name (:func:`~vpipe.runtime.outputs.evaluation_of`), the same on all ranks.
 
     Args:
         placement: ranks per stage.
@@ -118,7 +117,6 @@ class BatchComparison:
         self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
         self._bytes = 6 * _TEXT + sum(100 + len(json.dumps(name)) for name in fields)  # of a message
-        self.evaluation = "evaluation"
         self._segment: Segment
         self._loader: MicrobatchLoader | None = None
         self._ended: MicrobatchLoader | None = None  # the latest whose end was checked
@@ -256,7 +254,7 @@ class BatchComparison:
     @property
     def _kind(self) -> str:
         """Return the kind of message about a batch."""
-        call, autocast = "training" if self._segment.training else self.evaluation, self._segment.autocast
+        call, autocast = "training" if self._segment.training else "evaluation", self._segment.autocast
         return f"{call} batch" if autocast is None else f"{call} under torch.autocast({autocast}), batch"
 
     def _compare_with(self, peer: int, microbatch: int) -> None:
@@ -325,25 +323,18 @@ class LaneComparison:
     def __init__(self, exchange: Exchange, fields: Sequence[str], alike: Sequence[int]) -> None:
         self._exchange, self._fields, self._alike = exchange, fields, alike
 
-    def compare(self, call: str, number: int, batch: Batch | None, error: BaseException | None) -> BaseException | None:
-        """Compare a batch, or that there is none; return the error with which to end before it.
-
-        Args:
-            call: that reads it: the name of an evaluation, or training.
-        """
+    def compare(self, number: int, batch: Batch | None, error: BaseException | None) -> BaseException | None:
+        """Compare a batch, or that there is none; return the error with which to end before it."""
         mine = [dist.get_rank(), None if error is None else first_line(error),
-                None if batch is None else checksums(batch, self._fields, dist.get_rank()), f"{call} batch {number}"]
+                None if batch is None else checksums(batch, self._fields, dist.get_rank())]
         of_all = self._exchange.all_gather(mine, "comparing batches")
         if error is not None:
             return error
         what, hint = None, SAME_BATCHES
         if failed := next(((rank, text) for rank, text, *_ in of_all if text is not None), None):
             what, hint = f"rank {failed[0]} could not read batch {number}: {failed[1]}", SEE_THERE
-        elif apart := next((other for other in of_all if other[3] != of_all[0][3]), None):
-            what = f"rank {of_all[0][0]} is at {of_all[0][3]}, rank {apart[0]} at {apart[3]}"
-            hint = SAME_CALLS
-        elif (ended := {there is None for _, _, there, _ in of_all}) == {True, False}:
-            over, more = (next(rank for rank, _, there, _ in of_all if (there is None) is none)
+        elif (ended := {there is None for _, _, there in of_all}) == {True, False}:
+            over, more = (next(rank for rank, _, there in of_all if (there is None) is none)
                           for none in (True, False))
             what = f"batches differ between lanes: there are {number} on rank {over} and more on rank {more}"
         elif ended == {False}:
@@ -354,7 +345,7 @@ class LaneComparison:
 
     def _difference(self, number: int, first: Sequence[Any], other: Sequence[Any], alike: bool) -> str | None:
         """Return how a batch differs between two ranks, which read ``alike`` ones or others."""
-        (rank, _, (samples, mine), _), (peer, _, (theirs, fields), _) = first, other
+        (rank, _, (samples, mine)), (peer, _, (theirs, fields)) = first, other
         if samples != theirs:
             return (f"batches differ between lanes: batch {number} has {samples} samples on rank {rank} and {theirs} "
                     f"on rank {peer}")

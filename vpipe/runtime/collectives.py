@@ -4,40 +4,57 @@ agree, compare replicas and clocks."""
 from __future__ import annotations
 
 import hashlib
+import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial, reduce
+from functools import partial, reduce, wraps
+from inspect import signature
+from itertools import chain, product
 from math import nan
 from time import perf_counter
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.checkpoint.manifest import View
-from vpipe.distributed.init import exchange
+from vpipe.description.description import Description
+from vpipe.distributed.init import exchange, limit_groups
 from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
-from vpipe.errors import Problem, RunError, UserError
+from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import check_alike, kind_of
+from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
-from vpipe.runtime.batch_comparison import SEE_THERE, first_line
+from vpipe.runtime.batch_comparison import checksum
 from vpipe.runtime.optimizer_step import ABSENT
-from vpipe.runtime.sharded_tensors import local, shard_of, whole
+from vpipe.runtime.sharded_tensors import is_sharded, local, shard_of, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equal, is_joint, is_of_torch
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
 from vpipe.runtime.transport.transport import as_bytes, from_bytes
 from vpipe.runtime.worker import Worker
+from vpipe.schedules.assignment import describe_rank
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 LocalUsage = Mapping[int, Mapping[int, StageUsage]]
 """The usage of the ranks of a process, by rank and stage."""
+
+_OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+|(?<=, index=)\d+")
+"""In the text of an argument what differs between processes: addresses and devices."""
+
+_OF_RANK = ("self", "batches", "since", "stop", "tensors", "device", "mesh", "update", "transfers", "execution")
+"""Arguments that may differ between ranks, or are compared otherwise."""
 
 ROUND_TRIPS = 40
 """Round trips of a comparison of two clocks."""
@@ -114,6 +131,41 @@ def clock_offset() -> float:
     return min(found)[1]
 
 
+def together(method: Method) -> Method:
+    """Let all ranks make a call of a method of an object with an engine together, with the same arguments; no
+    collective waits longer in it than a transfer."""
+    name, parameters = method.__qualname__.removeprefix("Pipeline."), signature(method)
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        engine = getattr(self, "engine", None) or self._engine
+        if engine.collectives.job.ranks == 1:
+            return method(self, *arguments, **keywords)
+        limit_groups(engine.collectives.timeout_s)
+        given = parameters.bind(self, *arguments, **keywords).arguments
+        said = ", ".join(f"{name}={text}" for name, value in given.items()
+                         if name not in _OF_RANK and value is not parameters.parameters[name].default
+                         and (text := _compared(value)))
+        # What is in flight may need what a rank does next: such calls drain first, and draining ends with an exchange.
+        with engine.collectives.job.call(f"{name}({said})", at_once=engine.reached() is engine.position):
+            try:
+                return method(self, *arguments, **keywords)
+            except RuntimeError as error:
+                raise watch.late(error) or error from error
+    return cast("Method", call)
+
+
+def _compared(value: object) -> str:
+    """Return the text of an argument by which ranks compare it: of a whole state a checksum, of a function the name."""
+    if isinstance(value, Mapping):
+        sums = {name: checksum(each) for name, each in value.items()
+                if isinstance(each, Tensor) and not is_sharded(each)}
+        return f"{counted(len(sums), 'tensor')}, checksum {zlib.crc32(repr(sums).encode()):08x}" if sums else ""
+    if callable(value):
+        return getattr(value, "__qualname__", "")
+    return str(sorted(value) if isinstance(value, (set, frozenset)) else value)
+
+
 class Collectives:
     """Operations over the ranks of this process, and with torch.distributed over all ranks: then all must call them.
 
@@ -126,15 +178,18 @@ class Collectives:
     Attributes:
         exchange: of values between the processes of the pipeline.
         job: of values between those of all lanes.
+        timeout_s: how long a wait may take.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
                  lanes: Lanes, timeout_s: float, zero1: bool = False) -> None:
         self._zero1, self._compares = zero1, False
         self._workers, self._specs, self._placement = workers, specs, placement
-        self._lanes, self._lane, self._timeout_s = lanes, lanes.own, timeout_s
+        self._lanes, self._lane, self.timeout_s = lanes, lanes.own, timeout_s
+        if watch.watchdog is not None:
+            watch.watchdog.describe = partial(describe_rank, placement, lanes=lanes.ranks)
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
-        self.exchange = self.job if lanes.count == 1 else exchange(timeout_s=timeout_s, among=lanes.own)
+        self.exchange = self.job if lanes.count == 1 else self.job.only(lanes.own)
 
     def state(self, view: View) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
@@ -165,41 +220,16 @@ class Collectives:
         if len(among) == 1:
             return [dict(tensors[rank]) for rank in self._placement[-1]]
         mine = next(iter(tensors.values()), {})
-        return [broadcast_tensors(mine, lane[rank % len(lane)], among, self._timeout_s)
+        return [broadcast_tensors(mine, lane[rank % len(lane)], among, self.timeout_s)
                 for lane in lanes for rank in self._placement[-1]]
 
     def _is_parted(self, ranks: Sequence[int]) -> bool:
         """Return whether the replicas on these ranks each step a part of their stage."""
         return self._zero1 and len(ranks) > 1
 
-    @contextmanager
-    def problems_of_all(self, kinds: str = "none") -> Iterator[None]:
-        """Raise on all ranks the problems of the first rank that has any, before any goes on; another error than the
-        user's is raised there, and others say so.
-
-        Args:
-            kinds: of actions that the schedule has from packages; every rank must have the same.
-        """
-        mine: Sequence[Problem] = ()
-        failure: BaseException | None = None
-        try:
-            yield
-        except UserError as error:
-            mine = error.problems
-        except BaseException as error:
-            failure = error
-        text = "" if failure is None else f"rank {self.job.rank} failed: {first_line(failure)}"
-        of_all = self.job.all_gather([kinds, text, *(asdict(problem) for problem in mine)])
-        if failure is not None:
-            raise failure
-        if found := next((problems for _, _, *problems in of_all if problems), None):
-            raise UserError.all_of([Problem(**problem) for problem in found])
-        if text := next((text for _, text, *_ in of_all if text), ""):
-            raise RunError(text, hint=SEE_THERE)
-        differing = (f"{theirs} on rank {rank}" for rank, (theirs, *_) in enumerate(of_all) if theirs != kinds)
-        if (other := next(differing, None)) is not None:
-            raise UserError(f"the kinds of actions of packages are {kinds} here and {other}",
-                            hint="install the same packages for every rank")
+    def problems_of_all(self) -> AbstractContextManager[None]:
+        """Raise on all ranks what fails on one, before any goes on."""
+        return self.job.whole()
 
     def check_trained(self) -> None:
         """Refuse to train if there are parameters, but no stage has an optimizer; and if several stages, or replicas
@@ -214,12 +244,11 @@ class Collectives:
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
         made = Counter(name.split()[0] for name, of_torch in found.items() if not of_torch)
         self._compares = max(made.values(), default=0) > 1
-        with self.problems_of_all():
-            for kind, stage, optimizer in optimizers:
-                if made[kind] > 1 and is_joint(optimizer):
-                    raise UserError(f"{kind} steps a parameter by the gradients of others, too, such as by a norm over "
-                                    f"all, but that of {stage} sees one of {made[kind]} parts of the model",
-                                    hint=ALONE_HINT)
+        for kind, stage, optimizer in optimizers:
+            if made[kind] > 1 and is_joint(optimizer):
+                raise UserError(f"{kind} steps a parameter by the gradients of others, too, such as by a norm over "
+                                f"all, but that of {stage} sees one of {made[kind]} parts of the model",
+                                hint=ALONE_HINT)
 
     @property
     def _optimizers(self) -> dict[str, StageOptimizer]:
@@ -239,12 +268,26 @@ class Collectives:
             check_equal({stage: own for numbers, _ in of_all for stage, own in numbers.items()},
                         dict.fromkeys(name for _, written in of_all for name in written))
 
-    def check_same(self, name: str, value: str, hint: str) -> None:
-        """Refuse an argument that differs between ranks, on every rank."""
-        values = self.job.all_gather(value)
-        other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
-        if other is not None:
-            raise UserError(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}", hint=hint)
+    def check_same(self, model: Model, schedule: Schedule, description: Description) -> None:
+        """Refuse to build a pipeline that is another one on some rank, on every rank.
+
+        Of what builds a layer this compares the name, or all that a part of an ``nn.Sequential`` shows of itself.
+        """
+        whole = zlib.crc32(repr((schedule.programs, description.cut.recomputed)).encode())
+        foreign = sorted(kind.meaning for kind in schedule.kinds if not kind.is_own)
+        parts = (description.update, description.transfers, description.execution, description)
+        mine = {"the mesh": self._lanes, "the kinds of actions of packages": ", ".join(foreign) or "none",
+                **{name: value for part in parts for name, value in vars(part).items() if name not in _OF_RANK},
+                "batch": model.batch, "labels": model.labels, **{f"layer '{each.name}'": each for each in model.layers},
+                "the schedule": f"{schedule.name}, layers {description.cut.partition}, checksum {whole:08x}"}
+        texts = {name: " ".join(_OF_PROCESS.sub("", str(value)).split()) for name, value in mine.items()}
+        if len(set(self.job.all_gather(zlib.crc32(repr(texts).encode())))) == 1:
+            return  # else each sends all that it has
+        first, *others = self.job.all_gather(texts)
+        for name, (rank, each) in product(dict.fromkeys(chain(first, *others)), enumerate(others, start=1)):
+            if each.get(name) != first.get(name):
+                raise UserError(f"{name} is {first.get(name)} on rank 0 and {each.get(name)} on rank {rank}",
+                                hint="give every rank the same model and arguments, and the same packages")
 
     def local_usage(self) -> LocalUsage:
         """Return the usage so far of the ranks of this process, without any transfer."""
@@ -419,7 +462,7 @@ class Collectives:
         """Return the tensors of a rank on every rank."""
         if len(self._lane) == 1:
             return dict(tensors)
-        return broadcast_tensors(tensors, self._lane[rank], self._lane, self._timeout_s)
+        return broadcast_tensors(tensors, self._lane[rank], self._lane, self.timeout_s)
 
 
 def _checksum(tensor: Tensor) -> str:

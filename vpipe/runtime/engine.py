@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,7 +30,7 @@ from vpipe.runtime.delay_correction import describe_other_factors
 from vpipe.runtime.interpreter import Interpreter, Interrupts, RankPrograms, RunningSegment
 from vpipe.runtime.label_weights import CLASSES_ALIKE, ClassWeights, LossCheck, Weigh
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
-from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
+from vpipe.runtime.outputs import Outputs, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
 from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
@@ -84,17 +83,10 @@ class Engine:
         self._counted = description.update.counted_labels(model.labels)
         self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(beside, model.batch,
                                                                                    world.lanes.alike)
+        self.collectives.check_same(model, schedule, description)
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
             tensor_groups(self._device, timedelta(seconds=timeout_s))
-        self.collectives.check_same("the mesh", str(world.lanes), "give every rank the same mesh")
-        whole = repr((schedule.programs, description.cut.recomputed)).encode()
-        self.collectives.check_same(
-            "the schedule", f"{schedule.name} of {counted(description.microbatches, 'microbatch')}, layers "
-            f"{description.cut.partition}, checksum {zlib.crc32(whole):08x}",
-            "give every rank the same schedule, cut and recomputation: lanes must come to what they compute together "
-            "in one order")
-        foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not kind.is_own)) or "none"
-        with self.collectives.problems_of_all(foreign):
+        with self.collectives.problems_of_all():
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)
         frozen = self.collectives.frozen_ties(stages)
@@ -177,7 +169,8 @@ class Engine:
     def _until_asked(self, steps: Iterator[Step]) -> Iterator[Step]:
         """Yield steps up to the one that says stop, and those that have been made with it."""
         asked = False
-        while True:
+        for number in count():
+            self.collectives.job.note(f"step {number} of train()")
             with self.surroundings.set_aside():
                 step = next(steps, None)
             if step is None:
@@ -437,6 +430,7 @@ class Engine:
         with self.interrupts:
             steps = stream.drain(self.schedule)
             self._end_stream(stream)
+        self.collectives.job.all_gather(None, "draining")
         return steps
 
     def _check_not_wrapped(self) -> None:
@@ -493,7 +487,7 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        loader, first, rounds = self._loader(batches, most, evaluation=evaluation_of(wanted)), 0, 0
+        loader, first, rounds = self._loader(batches, most, training=False), 0, 0
         with self.interrupts, self._taken_back(), ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted, self._holds))
@@ -591,16 +585,14 @@ class Engine:
         return interleaved(parts, samples) if len(self._placement[-1]) > 1 else joined(parts)
 
     def _loader(self, batches: Iterator[Batch], period: int | None, begun: int = 0,
-                evaluation: str | None = None) -> MicrobatchLoader:
+                training: bool = True) -> MicrobatchLoader:
         """Return a loader of the microbatches that this process uses.
 
         Args:
             period: after how many microbatches they are divided among replicas from the first one on, if ever.
             begun: how many of the first batch are left out.
-            evaluation: the name of that which reads them; None: training, in which all microbatches of a batch must
-                have the same size, and are cut into slices.
+            training: all microbatches of a batch must have the same size, and are cut into slices.
         """
-        training = evaluation is None
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
         slices = self.schedule.slices if training else 1
         assignment = replace(self.schedule.assignment, slices=slices)
@@ -615,8 +607,7 @@ class Engine:
         if not training and len(self._placement) - 1 not in (stage for stage, _ in here):
             counted = None  # the last stage has them
         comparison = next((worker.comparison for worker in self.workers.values()), None)
-        lanes = None if self._lane_comparison is None else partial(
-            self._lane_comparison.compare, evaluation or "training")
+        lanes = None if self._lane_comparison is None else self._lane_comparison.compare
         return MicrobatchLoader(batches, self._description.microbatches, self._fields, uses, used,
                                 self._device if self.schedule.stream or not training else None, comparison, lanes,
                                 counted, weigh, self._over_lanes if training else list, slices=slices,

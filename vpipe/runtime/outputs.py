@@ -23,11 +23,6 @@ Wanted = str | Sequence[str] | Callable[[Mapping[str, Tensor]], Mapping[str, Ten
 ROWS = "dimension 0 of every output counts samples: give a row for each, and add them up when evaluate returns them all"
 
 
-def evaluation_of(wanted: Outputs | None) -> str:
-    """Name an evaluation by what it wants beside the loss, in 256 characters, for the comparison of ranks."""
-    return "evaluation" if wanted is None else f"evaluation (outputs: {wanted})"[:256]
-
-
 class Outputs:
     """What is wanted of every microbatch of an evaluation.
 

@@ -20,6 +20,7 @@ from vpipe.description.description import Description
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError
 from vpipe.model.model import Model
+from vpipe.runtime.collectives import together
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.sharded_tensors import is_sharded, whole
 from vpipe.runtime.stage_optimizer import stepped_without_gradients
@@ -68,7 +69,7 @@ class PipelineCheckpoint:
                                                            resume_hint=_load_call)
         warning = self._engine.restore(position, tensors)
         if self._engine.collectives.job.rank == 0 and warning is not None:
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=4)
         return position
 
     def _optimizers(self) -> dict[str, Any]:
@@ -125,6 +126,7 @@ class ShardedState:
     def __init__(self, engine: Engine, description: Description) -> None:
         self._engine, self._batch = engine, description.microbatches
 
+    @together
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; an asynchronous pipeline drains first.
 
@@ -148,6 +150,7 @@ class ShardedState:
             ("model", model), ("optimizer", optimizer),
             ("vpipe", {_POSITION: torch.tensor(numbers, device="cpu"), **others}))}
 
+    @together
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned and DCP has filled, on every rank, before the pipeline trains.
 
@@ -172,7 +175,7 @@ class ShardedState:
             tensors |= {f"optim.{name.removeprefix('state.')}": tensor for name, tensor in optimizer.items()
                         if name.startswith("state.")}
         if (line := self._engine.restore(position, tensors | others)) and self._engine.collectives.job.rank == 0:
-            warnings.warn(line, stacklevel=3)
+            warnings.warn(line, stacklevel=5)
 
 
 def _in_one_block(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
-from vpipe.runtime.outputs import Outputs, evaluation_of
+from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import P2PTransfers
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
@@ -222,8 +222,6 @@ class Worker:
         """
         self.wanted, self._holds, self.held = wanted, holds, None
         self.outputs.clear()
-        if self.comparison is not None:
-            self.comparison.evaluation = evaluation_of(wanted)
         with self.uncounted(), ExitStack() as stack:
             for number, stage in self.stages.items():
                 stack.enter_context(stage.evaluating())
@@ -498,7 +496,7 @@ class Worker:
         if isinstance(error, VpipeError):
             return error
         who = "the optimizer step raised " if action.op.makes_version else ""
-        failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
+        failure = watch.late(error) or RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
         failure.__cause__ = error
         return failure
 

@@ -265,8 +265,6 @@ class DistributedTransport:
         self.timeout_s, self.describe = timeout_s, describe
         self._device, self._timeout = device, timedelta(seconds=timeout_s)
         self.watch = watch.watchdog
-        if self.watch is not None:
-            self.watch.describe = describe
         self.most_under_way = dict.fromkeys(TransferKind, SENDS_UNDER_WAY + len(lane))
         self.most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS),
                                               max(SENDS_UNDER_WAY, in_flight))
@@ -278,7 +276,7 @@ class DistributedTransport:
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
         # A receive waits for the stream in which it is posted: in one of its own for nothing that is being computed.
         self._receives = accelerator.new_stream(device) if self.ordered and device.type != "cpu" else None
-        self.generation = next(_generations)
+        self.generation = exchange(timeout_s=timeout_s).from_rank(next(_generations))  # a build may fail on one alone
         self.unhurried: Container[int] = ()
         self._posted: dict[tuple[int, TransferKey], _Posted] = {}
         self._sent: dict[tuple[int, TransferKind], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = \
