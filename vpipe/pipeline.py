@@ -44,6 +44,7 @@ from vpipe.runtime.stage_layers import NARROW
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.surroundings import Surroundings
+from vpipe.runtime.transport.process_group import is_idle
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import RegisteredSchedule
@@ -119,7 +120,7 @@ class Pipeline:
             cut = replace(cut, stages=model.balanced(cut.count))
         world = join_world(transfers.group, transfers.timeout_s, execution.device, execution.mesh,
                            execution.data)
-        with exchange(timeout_s=transfers.timeout_s).call("Pipeline()"):
+        with exchange(timeout_s=transfers.timeout_s).call("Pipeline()", at_once=is_idle()):
             if plan is not None and plan.tensor not in (None, lanes := len(world.lanes.alike)):
                 raise UserError(f"the plan splits layers over {counted(plan.tensor, 'rank')}, but there "
                                 f"{'is' if lanes == 1 else 'are'} {counted(lanes, 'lane')}",

@@ -154,7 +154,7 @@ def test_freezing_a_whole_stage_between_updates_is_refused_with_the_remedy() -> 
     steps = pipeline(model_of(net)).train(made_batches())
     next(steps)
     net[:3].requires_grad_(False)
-    with pytest.raises(UserError, match=r"(?s) with a gradient for another .* Freeze a whole stage"):
+    with pytest.raises(UserError, match=r"(?s) with a gradient for another .* freeze a whole stage"):
         next(steps)
 
 

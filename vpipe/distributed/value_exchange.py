@@ -87,7 +87,7 @@ class Exchange:
             return
         outer, line.call = line.call, what
         try:
-            with self.whole(f"ending {what}"):
+            with self.whole(f"ending {what}", waits=False):  # others may wait for what this one sends
                 if at_once:
                     self.all_gather(None, f"beginning {what}")
                 else:
@@ -97,8 +97,9 @@ class Exchange:
             line.call = outer
 
     @contextmanager
-    def whole(self, doing: str = DOING) -> Iterator[None]:
-        """End when this has succeeded on all ranks; raise on all what fails on one."""
+    def whole(self, doing: str = DOING, waits: bool = True) -> Iterator[None]:
+        """End when this has succeeded on all ranks; raise on all what fails on one, of several users' mistakes that of
+        the first rank if this one ``waits`` for the others."""
         if (line := self._line) is not None:
             line.told = False
         try:
@@ -107,10 +108,12 @@ class Exchange:
         except BaseException as error:
             if line is not None and not line.told:  # the others wait in the next exchange
                 fault = Fault.failed(line.rank, error)
-                self._give(line, None, doing, False, [asdict(each) for each in error.problems] if isinstance(
+                name = self._give(line, None, doing, waits, [asdict(each) for each in error.problems] if isinstance(
                     error, UserError) else {"what": f"rank {line.rank} {fault.what}", "hint": fault.hint,
                                             "peer": line.rank})
                 line.told = True
+                if waits and isinstance(error, UserError):
+                    self._take(line, name, doing)
             raise
 
     def all_gather(self, value: Any, doing: str = DOING) -> list[Any]:
@@ -147,7 +150,7 @@ class Exchange:
 
     def from_rank(self, value: Any, source: int = 0, doing: str = DOING) -> Any:
         """Return the value of one rank on every rank; those of the others do not count. Alone, return the own."""
-        if self._line is None:
+        if self.ranks == 1:
             return value
         return self.all_gather(value if self.rank == source else None, doing)[source]
 

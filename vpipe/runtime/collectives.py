@@ -53,7 +53,8 @@ LocalUsage = Mapping[int, Mapping[int, StageUsage]]
 _OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+|(?<=, index=)\d+")
 """In the text of an argument what differs between processes: addresses and devices."""
 
-_OF_RANK = ("self", "batches", "since", "stop", "tensors", "device", "mesh", "update", "transfers", "execution")
+_OF_RANK = ("self", "batches", "since", "stop", "tensors", "device", "mesh", "update", "transfers", "execution",
+            "shared_memory")
 """Arguments that may differ between ranks, or are compared otherwise."""
 
 ROUND_TRIPS = 40

@@ -83,9 +83,9 @@ class Engine:
         self._counted = description.update.counted_labels(model.labels)
         self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(beside, model.batch,
                                                                                    world.lanes.alike)
-        self.collectives.check_same(model, schedule, description)
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
             tensor_groups(self._device, timedelta(seconds=timeout_s))
+        self.collectives.check_same(model, schedule, description)
         with self.collectives.problems_of_all():
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)

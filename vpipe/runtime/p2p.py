@@ -183,12 +183,14 @@ class P2PTransfers:
         if known is None:
             self._announced[channel] = specs
         elif known is not specs and known != specs:
-            now, then = (", ".join(f"{spec}{' with a gradient' * spec.wants_gradient}" for spec in each)
+            alike = [str(spec) for spec in specs] == [str(spec) for spec in known]
+            now, then = (", ".join(f"{spec}{' with a gradient' * (alike and spec.wants_gradient)}" for spec in each)
                          for each in (specs, known))
             raise UserError(f"stage {stage} sends {now} for {self._segment.describe(microbatch)}, but sent {then} for "
                             "another with fields of the same shapes",
-                            hint="shapes between stages must follow from the shapes of the batch: pad where they "
-                                 "depend on the values. Freeze a whole stage before the pipeline is built")
+                            hint="freeze a whole stage before the pipeline is built" if alike else
+                                 "shapes between stages must follow from the shapes of the batch: pad where they "
+                                 "depend on the values")
         self._transport.send(peer, key, tensors, announce=known is None)
 
     def post_activations(self, stage: int, microbatch: int) -> None:

@@ -128,6 +128,11 @@ def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
     return _tensor_groups[default]
 
 
+def is_idle() -> bool:
+    """Return whether no pipeline of this process has transfers under way in such groups."""
+    return all(groups.idle for groups in _tensor_groups.values())
+
+
 def transport_class(transfers: Transfers, device: torch.device) -> type[DistributedTransport]:
     """Return the class of the transport that all ranks want (:attr:`Transfers.transport`); that of gloo and nccl where
     one wants another. All ranks must call it together.
