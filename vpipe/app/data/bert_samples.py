@@ -55,8 +55,7 @@ def default_max_predictions(sequence_length: int) -> int:
 
 def shape_of(name: str, sequence_length: int, max_predictions: int) -> tuple[int, ...]:
     """Return the shape of one sample of a field."""
-    sizes = {"S": sequence_length, "P": max_predictions}
-    return tuple(sizes[axis] for axis in SHAPES[name])
+    return tuple({"S": sequence_length, "P": max_predictions}[axis] for axis in SHAPES[name])
 
 
 def bert_fields(sequence_length: int, max_predictions: int) -> dict[str, Field]:

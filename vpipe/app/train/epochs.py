@@ -17,8 +17,7 @@ from vpipe.app.data.dataset import Dataset, VaryingBatches
 
 def epoch_seed(seed: int, epoch: int) -> int:
     """Return the seed of the order of an epoch: the same everywhere, unrelated for neighbouring values."""
-    packed = struct.pack("<2q", seed, epoch)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(struct.pack("<2q", seed, epoch), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
