@@ -129,8 +129,7 @@ def cause(faults: Sequence[Fault], ends: Mapping[int, End]) -> Fault | None:
     if found is not None and found.reported and not found.may_follow:
         return found
     if found is not None and (named := [rank for rank in found.ranks if rank in ends]):
-        dead = found if found.is_death else Fault.ended(*named)
-        return dead.knowing(*(ends[rank].how for rank in named))
+        return (found if found.is_death else Fault.ended(*named)).knowing(*(ends[rank].how for rank in named))
     silent = [rank for rank, end in ends.items() if end.forced] or ([] if found is not None else list(ends)[:1])
     return Fault.ended(*silent).knowing(*(ends[rank].how for rank in silent)) if silent else found
 
