@@ -159,6 +159,8 @@ def test_without_a_flush_a_change_is_that_of_plain_pytorch_at_a_pause_and_refuse
 
 EXCHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "a parameter with its memory": lambda mix: setattr(mix, "weight", nn.Parameter(mix.weight.data)),
+    "narrowed": lambda mix: setattr(mix.weight, "data", mix.weight.data[:-1]),
+    "set_": torch.no_grad()(lambda mix: mix.weight.set_(mix.weight.detach().clone())),
     "a view": CHANGES["a view"], "a bias less": lambda mix: setattr(mix, "bias", None),
     "a parameter more": lambda mix: setattr(mix, "more", nn.Parameter(torch.zeros(1))),
     "a module in it": lambda mix: setattr(mix, "parametrized", nn.Linear(1, 1)),
@@ -173,6 +175,17 @@ def test_what_is_exchanged_in_a_module_is_refused_in_flight(how: str) -> None:
     for mix in (m for m in script.kept if isinstance(m, nn.Linear)):
         EXCHANGES[how](mix.weight if how == "a view" else mix)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"'(mix|head)[a-z.]*' was changed after step 1"):
+        next(steps)
+
+
+def test_a_module_exchanged_whole_is_refused_in_flight() -> None:
+    kept = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    layers = [Layer("mix", lambda: kept, ("x",), ("h",)), Layer("loss", nn.MSELoss, ("h", "y"), ("loss",))]
+    pipe = Pipeline(Model(layers, batch=("x", "y")), Update(sgd), 2, STREAM, microbatches=PARTS)
+    steps = pipe.train({"x": torch.ones(8, WIDTH), "y": torch.ones(8, WIDTH)} for _ in range(4))
+    next(steps), next(steps)
+    kept[0] = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(UserError, match=r"'mix.0.weight' was changed after step 1"):
         next(steps)
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import chain, count
+from itertools import chain, count, zip_longest
 from operator import gt
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from vpipe.runtime.outputs import Outputs, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
 from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_layers import Marks
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults, read_at_once
@@ -117,7 +118,7 @@ class Engine:
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
         self._holds = distributed and self._lanes_compared  # lanes wait for one another within a layer
-        self._in_flight: tuple[str, list[tuple[object, ...]]] | None = None  # since when, with marks
+        self._in_flight: tuple[str, list[Marks]] | None = None  # since when, with marks
         self._inside: str | None = None  # the function of the script's that runs in the middle of an update
 
     def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
@@ -355,19 +356,22 @@ class Engine:
             stage.check_frozen()
         self._check_unchanged()
 
-    def _marks(self, sampled: bool = True) -> list[tuple[object, ...]]:
+    def _marks(self, sampled: bool = True) -> list[Marks]:
         for stage in self.local_stages:
             stage.use_latest()  # a module may be the user's own, who looks at it
-        return [*(mark for stage in self.local_stages for mark in stage.marks(sampled)),
-                *(("", optimizer.options()) for optimizer in self._optimizers)]
+        options = [optimizer.options() for optimizer in self._optimizers]
+        return [*chain.from_iterable([stage.marks(sampled) for stage in self.local_stages]),
+                ([""] * len(options), options)]
 
     def _check_unchanged(self, sampled: bool = True) -> None:
         """Refuse what a script changed since the latest step was yielded, or its function called."""
         (when, marks), self._in_flight = self._in_flight or ("", []), None
         for before, now in zip(marks, self._marks(sampled) if marks else (), strict=True):
             if before != now:
-                what = f"'{now[0]}'" if now[0] else "a parameter group of an optimizer"
-                if now[0]:  # what is under way has the rates of before
+                name = next((new or old)[0] for old, new in zip_longest(
+                    zip(*before, strict=True), zip(*now, strict=True), fillvalue=()) if old != new)
+                what = f"'{name}'" if name else "a parameter group of an optimizer"
+                if name:  # what is under way has the rates of before
                     self._in_flight = when, marks
                 raise UserError(f"{what} was changed {when}, while '{self.schedule.name}' has microbatches in flight",
                                 hint="change it in the body of the loop, without a flush after drain() or at a pause; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,17 @@ NARROW = (torch.bfloat16, torch.float16)
 
 SAMPLED_VALUES = 1024
 """Values of a parameter, at least, by which a change of it is seen."""
+
+KEPT_VALUES = 1 << 18
+"""Values of a stage, at most, of which the places in memory are kept, and with them the memory."""
+
+Marks = tuple[Sequence[object], ...]
+"""Names, and marks of each kind in their order."""
+
+_Samples = tuple[list[str], list[Any], bool]
+"""Names, arrays in the memory of these parameters, and whether those show every change of a value."""
+
+_NONE = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -115,8 +126,9 @@ class StageLayers:
         self.weights, self.borrowed = self._collect_weights(masters if precision.pure else None)
         self.all_weights = (self.weights, *self.borrowed.values())
         self._parts: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Module | None], int]] = []
-        self._bytes: dict[tuple[int, int], Any] = {}  # of small parameters, by their memory
-        self._places: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
+        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._marked: list[str] = []  # names of the parameters there, and of masters
+        self._samples: dict[tuple[int, ...], _Samples] = {}  # of few values, by the memory of all these
         self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
                         for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
@@ -210,29 +222,35 @@ class StageLayers:
         parts = {f"{self.layer_names[i]}.{path}".removesuffix("."): part for i, module in self.modules.items()
                  for path, part in module.named_modules(remove_duplicate=False)}
         self._parts = [(part, type(part), dict(part._modules), len(part._parameters)) for part in parts.values()]
-        self._places = [(f"{path}.{own}", part._parameters, own) for path, part in parts.items()
-                        for own in part._parameters]
+        self._places = [(part._parameters, own) for part in parts.values() for own in part._parameters]
+        self._marked = [f"{path}.{own}" for path, part in parts.items() for own in part._parameters]
+        self._marked += self.weights.names
 
-    def marks(self, sampled: bool = True) -> list[tuple[object, ...]]:
-        """Return names with marks by which a change of weights or gradients by a script is seen. One of ``p.data`` in
-        place is seen by some values of each, if they are ``sampled`` and on no device for which the host would wait."""
-        named = [(name, p) for name, held, own in self._places if (p := held.get(own)) is not None]
-        names, tensors = zip(*named, *self.weights.masters.items(), strict=True) if named else ((), ())
+    def marks(self, sampled: bool = True) -> list[Marks]:
+        """Return marks by which a change of weights or gradients by a script is seen. One of ``p.data`` in place is
+        seen by some values of each, if they are ``sampled`` and on no device for which the host would wait."""
+        # This is asked twice in every update: it lists property by property, which is faster than tensor by tensor.
+        tensors = [_NONE if (p := held.get(own)) is None else p for held, own in self._places]
+        tensors += self.weights.masters.values()
         parts = [p if type(p) is nn.Parameter else local(p) for p in tensors]
-        memory = [(part.data_ptr(), part.numel()) for part in parts]
-        found_at: dict[tuple[int, int], bytes] = {}  # by memory, which masters and leaves mostly share
-        if len(self._bytes) > 8 * len(memory):  # of versions that are not in use any more
-            self._bytes.clear()
-        for at, part in dict(zip(memory, parts, strict=True)).items() if sampled and self.device.type == "cpu" else ():
-            if (found := self._bytes.get(at)) is None:
-                values = part.detach().reshape(-1)[::at[1] // SAMPLED_VALUES | 1].contiguous()
-                found = values.view(torch.uint8).numpy()
-                if (values.data_ptr(), values.numel()) == at and at[1] <= SAMPLED_VALUES:
-                    self._bytes[at] = found
-            found_at[at] = found.tobytes()
-        return list(zip(names, map(id, tensors), [p._version for p in tensors], memory,
-                        [part.stride() for part in parts], map(found_at.get, memory),
-                        [p.grad is None or p.grad._version for p in tensors], strict=True))
+        memory = tuple(map(Tensor.data_ptr, parts))
+        names, samples, whole = self._samples.get(memory) or self._sample(memory, parts)
+        return [(self._marked, list(map(id, tensors)), memory, list(map(Tensor.numel, parts)),
+                 list(map(Tensor.stride, parts)), [p.grad is None or p.grad._version for p in tensors],
+                 memory if sampled and whole else [p._version for p in tensors]),
+                (names, [sample.tobytes() for sample in samples] if sampled else names)]
+
+    def _sample(self, memory: tuple[int, ...], parts: Sequence[Tensor]) -> _Samples:
+        # Each memory once: masters and leaves mostly share it.
+        once = {(at, part.numel()): (name, part) for at, name, part in zip(memory, self._marked, parts, strict=True)
+                if self.device.type == "cpu" and part.numel()}
+        whole = bool(once) and all(part.numel() <= SAMPLED_VALUES and part.is_contiguous() for part in parts)
+        found = [name for name, _ in once.values()], [_some_values(part) for _, part in once.values()], whole
+        if sum(size for _, size in once) <= KEPT_VALUES:
+            if len(self._samples) > 8:  # of versions that are not in use any more
+                self._samples.clear()
+            self._samples[memory] = found
+        return found
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""
@@ -331,3 +349,10 @@ def check_not_shared(stages: Iterable[StageLayers]) -> None:
                             hint="let every build function make a module of its own, and tie them: "
                                  "Layer(..., ties={...})")
         seen |= mine
+
+
+def _some_values(part: Tensor) -> Any:
+    """Return an array of some values of a tensor, in its memory."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    step = span // SAMPLED_VALUES | 1
+    return part.detach().as_strided((-(-span // step), 1), (step, 1)).view(torch.uint8).numpy()
