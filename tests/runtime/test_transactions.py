@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -166,6 +167,10 @@ def evaluate(pipe: Pipeline, **arguments: Any) -> Any:
     return pipe.evaluate(BATCHES, **arguments)
 
 
+def on_one(rank: int, there: Any, elsewhere: Any = BATCHES) -> Any:
+    return there if os.environ.get("RANK") == str(rank) else elsewhere
+
+
 Act = Callable[..., Any]
 SAVED, SHARDS = "vpipe.checkpoint.shards.", "vpipe.checkpoint.checkpoint.Checkpoint.tensors"
 READ = "position arrangement stages device sharded local_usage clock_offset drain check_replicas local_state usage"
@@ -244,6 +249,14 @@ ALONE: dict[str, Act] = {f"train: {error!r} in {place}": lambda p, f, place=plac
 }
 INTERRUPTED: dict[str, Act] = {
     "load: interrupted": lambda p, f: patched(f"{SAVED}safe_open", INTERRUPT, lambda: p.load(saved(f)))}
+ON_ONE: dict[str, Act] = {f"{name} on rank {rank}": partial(call, rank) for rank in (0, 1) for name, call in {
+    "evaluate: torn": lambda rank, p, f: p.evaluate(on_one(rank, chain(BATCHES[:5], torn(ERROR))), averaged=True),
+    "evaluate: bad batch": lambda rank, p, f: p.evaluate(on_one(rank, [*BATCHES[:1], *BAD])),
+    "evaluate: fewer batches": lambda rank, p, f: p.evaluate(on_one(rank, BATCHES[:4])),
+    "evaluate: empty": lambda rank, p, f: p.evaluate(on_one(rank, []), averaged=True),
+    "evaluate: no iterator": lambda rank, p, f: p.evaluate(on_one(rank, Unreadable()), averaged=True),
+    "train: no iterator": lambda rank, p, f: train(p, on_one(rank, Unreadable()))}.items()}
+"""Of two processes."""
 NO_ROW = {"stop"}
 """It ends the next training, which has tests of its own."""
 
@@ -293,7 +306,7 @@ def test_calls_that_fail_in_one_process_leave_everything_as_it_was(arguments: di
 
 def after_here(folder: str, **arguments: Any) -> dict[str, str]:
     layers = {} if "lanes" in arguments else LAYERS  # lanes wait for one another within a layer
-    return after(calls=READING | TRAINED | layers | UNTRAINED, folder=Path(folder), **arguments)
+    return after(calls=READING | TRAINED | layers | ON_ONE | UNTRAINED, folder=Path(folder), **arguments)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"schedule": "pipedream"}, {"stages": 1, "replicas": 2},

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 from vpipe.distributed.fault import Fault
@@ -107,10 +108,7 @@ class Exchange:
             self.all_gather(None, doing)
         except BaseException as error:
             if line is not None and not line.told:  # the others wait in the next exchange
-                fault = Fault.failed(line.rank, error)
-                name = self._give(line, None, doing, waits, [asdict(each) for each in error.problems] if isinstance(
-                    error, UserError) else {"what": f"rank {line.rank} {fault.what}", "hint": fault.hint,
-                                            "peer": line.rank})
+                name = self._give(line, None, doing, waits, error)
                 line.told = True
                 if waits and isinstance(error, UserError):
                     self._take(line, name, doing)
@@ -118,24 +116,36 @@ class Exchange:
 
     def all_gather(self, value: Any, doing: str = DOING) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
-        if (line := self._line) is None:
-            return [value]
-        values = self._take(line, self._give(line, value, doing, True), doing)
-        return [values[rank] for rank in self._shown]
+        return self.begin(value, doing)()
+
+    def begin(self, value: Any, doing: str = DOING, error: BaseException | None = None) -> Callable[[], list[Any]]:
+        """Give a value without waiting; return a function that waits for those of all ranks. Where one has an error to
+        give instead, all raise it."""
+        if (line := self._line) is not None:
+            return partial(self._take, line, self._give(line, value, doing, True, error), doing, error)
+        if error is not None:
+            raise error
+        return lambda: [value]
 
     def note(self, doing: str) -> None:
         """Say without waiting what this rank does next; ranks that then do something else fail, all of them."""
         if (line := self._line) is not None:
             self._give(line, None, doing, False)
 
-    def _give(self, line: ExchangeLine, value: Any, doing: str, hears: bool, failure: object = None) -> str:
+    def _give(self, line: ExchangeLine, value: Any, doing: str, hears: bool, error: BaseException | None = None) -> str:
         """Give a value for the next exchange, with this rank's call, or between two and in other channels what it does;
         return the name."""
         name, call = line.next_name(self._channel), (not self._channel and line.call) or doing
+        failure: object = None
+        if isinstance(error, UserError):
+            failure = [asdict(each) for each in error.problems]
+        elif error is not None:
+            fault = Fault.failed(line.rank, error)
+            failure = {"what": f"rank {line.rank} {fault.what}", "hint": fault.hint, "peer": line.rank}
         line.give({"give": name, "value": [call, failure, value], "of": self._among, "hears": hears})
         return name
 
-    def _take(self, line: ExchangeLine, name: str, doing: str) -> list[Any]:
+    def _take(self, line: ExchangeLine, name: str, doing: str, error: BaseException | None = None) -> list[Any]:
         """Wait for the values of an exchange."""
         of_all = line.take(name, doing, self._timeout_s)
         for rank, (call, failure, _) in zip(self._among, of_all, strict=True):
@@ -144,9 +154,9 @@ class Exchange:
                 raise UserError(f"rank {self._among[0]} is at {of_all[0][0]}, rank {rank} at {call}", hint=SAME_CALLS)
             if failure is not None:
                 line.told = True
-                raise RunError(**failure, rank=line.rank) if isinstance(failure, dict) else \
-                    UserError.all_of([Problem(**each) for each in failure])
-        return [value for *_, value in of_all]
+                raise error or (RunError(**failure, rank=line.rank) if isinstance(failure, dict) else
+                                UserError.all_of([Problem(**each) for each in failure]))
+        return [of_all[rank][-1] for rank in self._shown]
 
     def from_rank(self, value: Any, source: int = 0, doing: str = DOING) -> Any:
         """Return the value of one rank on every rank; those of the others do not count. Alone, return the own."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import chain, count, zip_longest
+from math import inf
 from operator import gt
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from vpipe.errors import RunError, UserError, counted
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
-from vpipe.runtime.batch_comparison import LaneComparison
+from vpipe.runtime.batch_comparison import SAME_BATCHES, LaneComparison
 from vpipe.runtime.build_workers import build_stages, build_workers
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.delay_correction import describe_other_factors
@@ -489,20 +490,18 @@ class Engine:
         samples: list[int] = []
         # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
-        most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
+        most = (-(-2 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        loader, first, rounds = self._loader(batches, most, training=False), 0, 0
+        loader, first = self._loader(batches, most, training=False), 0
         with self.interrupts, self._taken_back(), ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted, self._holds))
             for recorder in self._recorders.values():
                 stack.enter_context(recorder.evaluating())
             stack.enter_context(self.collectives.first_buffers())
-            while loader.has(first):
-                # All are read, so that a bad batch is refused before anything runs.
-                end = first + most if loader.has(first + most - 1) else loader.total
-                if loader.error is not None:
-                    break
+            read = self._read_ahead(loader, first + most)
+            while (end := read()) > first:
+                read = self._read_ahead(loader, end + most)  # what all have read, none waits for
                 assignment = Assignment(self._placement, end - first, True, partial(gt, end - first))
                 if loader.labels is not None:
                     weights += [loader.counts.pop(number)[0] for number in range(first, end)]
@@ -516,9 +515,7 @@ class Engine:
                     new = self.workers[rank].losses
                     own += read_at_once([new.pop(number) for number in sorted(new)])
                 samples += [loader.samples(i, i + 1) for i in range(first, end)]
-                first, rounds = end, rounds + 1
-                if not rounds & (rounds - 1):  # at last after twice as many: ranks wait for one another there
-                    self._raise_held()
+                first = end
             self._end_batches(loader)
             self._raise_held()
         if not samples:
@@ -533,14 +530,29 @@ class Engine:
         self._interpreter.finish()
         return self._results.over_lanes(total, weight), {} if wanted is None else self._outputs(samples)
 
+    def _read_ahead(self, loader: MicrobatchLoader, end: int) -> Callable[[], int]:
+        """Read what an evaluation runs next; return a function that returns its end when all ranks have. A batch that
+        one cannot read, or lacks, is refused on all of them before anything is under way."""
+        end = end if loader.has(end - 1) else loader.total
+        held = any(worker.held is not None for worker in self.workers.values())
+        told = self.collectives.job.begin([loader.batches_read if loader.ended else inf, held], error=loader.error)
+
+        def wait() -> int:
+            ends, holds = zip(*told(), strict=True)
+            if (fewest := min(ends)) < max(ends):
+                raise RunError(f"batches differ between ranks: there are {fewest} on rank {ends.index(fewest)} and "
+                               f"more on rank {ends.index(max(ends))}", hint=SAME_BATCHES)
+            if any(holds):
+                self._raise_held()
+            return end
+        return wait
+
     def _raise_held(self) -> None:
         """Raise on every rank what a layer or function of the user's raised first in an evaluation on any of them."""
         held = {worker.held[:2]: worker.held[2] for worker in self.workers.values() if worker.held is not None}
         first = min((tuple(place) for own in self.collectives.job.all_gather(list(held)) for place in own),
                     default=())
-        with self.collectives.problems_of_all():
-            if first in held:
-                raise held[first]
+        self.collectives.job.begin(None, error=held.get(first))()
 
     def check_averaged(self) -> None:
         """Refuse to look at the average of the weights where none is kept."""
