@@ -556,7 +556,7 @@ def drawn(day: int) -> list[tuple[str, ...]]:
     number, dice = {name: place for place, name in enumerate(ROWS)}, random.Random(day % DAYS)
     found: list[tuple[str, ...]] = [pair for pair in PAIRS if sum(map(number.__getitem__, pair)) % DAYS == day % DAYS
                                     and not any(ROWS[name].two for name in pair)]
-    for _ in range(12):
+    for _ in range(7):
         names: list[str] = []
         for name in dice.sample([name for name in ROWS if not ROWS[name].two and name != "Execution.compile"], 10):
             words = merged(*names, name)

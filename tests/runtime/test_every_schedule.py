@@ -36,6 +36,14 @@ def copies(name: str, ranks: int = 2) -> tuple[int, ...] | None:
     return widths if max(widths) > 1 else None
 
 
+@pytest.mark.parametrize("name", FLUSH)
+def test_tied_weights_with_a_flush(name: str) -> None:
+    batches = rich_batches(2, 8)
+    pipe, _ = equals_its_oracle(rich_model, batches, schedule=name, microbatches=8, grad_clip=0.3,
+                                partition=cut(name, 4), recompute=0.5, optimizer=Momentum())
+    assert pipe.evaluate(batches[:1]) == pipe.evaluate(batches[:1])
+
+
 @pytest.mark.parametrize(("name", "stages", "every", "recompute"), [
     (name, stages, every, recompute) for name in STREAMS
     for stages, every, recompute in ((2, 1, 0.6), (4, 1, 0.0), (2, 2, 0.0), (4, 2, 0.6), (4, 4, 0.0), (4, 8, 0.6))

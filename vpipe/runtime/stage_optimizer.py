@@ -318,8 +318,8 @@ def stepped_without_gradients(own: StageOptimizer) -> StageOptimizer:
         parameters = {name: nn.Parameter(like(p.detach())) for name, p in own.parameters.items()}
         made = [object.__new__(type(optimizer)) for optimizer in own.optimizers]
         for copy, optimizer in zip(made, own.optimizers, strict=True):
-            kept = {name: value for name, value in vars(optimizer).items()
-                    if name not in ("state", "step") and not name.endswith("_hooks")}
+            kept = {name: {} if name.endswith("_hooks") else value for name, value in vars(optimizer).items()
+                    if name not in ("state", "step")}
             instead = {id(p): parameters[name] for name, p in own.parameters.items()}
             vars(copy).update(deepcopy(kept, instead), state=defaultdict(dict))
             for group in copy.param_groups:
