@@ -68,6 +68,14 @@ class Probe(nn.Module):
         return hidden
 
 
+class Loss(nn.CrossEntropyLoss):
+    """May raise."""
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        trip("loss")
+        return super().forward(scores, target)
+
+
 class Adam(torch.optim.AdamW):
     """May raise before its step."""
 
@@ -90,7 +98,7 @@ def pipeline(optimizer: Any = adam, width: int = 8, lanes: int = 0, **arguments:
     torch.manual_seed(0)
     model = Model.sequential(nn.Sequential(
         nn.Linear(6, width), Probe("front"), nn.BatchNorm1d(width), nn.Linear(width, width), nn.Dropout(0.1),
-        Probe("back"), nn.Linear(width, 3)), loss=nn.CrossEntropyLoss())
+        Probe("back"), nn.Linear(width, 3)), loss=Loss())
     mesh = {"mesh": init_device_mesh("cpu", (1, lanes), mesh_dim_names=("pp", "tp"))} if lanes else {}
     return Pipeline(model, **parts(**{"stages": [3, 4], "microbatches": 2, "optimizer": optimizer, "seed": 2,
                                       "average": 0.9, "learning_rate_factor": factor, "schedule": "1f1b", **mesh,
@@ -122,9 +130,11 @@ def raising(error: BaseException) -> Any:
     return function
 
 
-def layer(name: str, error: Any, call: Callable[[], Any]) -> Any:
-    """A call during which a layer, an optimizer or a function of the user's raises, or a signal comes there."""
-    armed[name] = error
+def layer(name: str, error: Any, call: Callable[[], Any], rank: int | None = None) -> Any:
+    """A call during which a layer, an optimizer or a function of the user's raises, or a signal comes there; ``rank``:
+    where, of several."""
+    if rank is None or os.environ.get("RANK", str(rank)) == str(rank):
+        armed[name] = error
     try:
         return call()
     finally:
@@ -220,6 +230,10 @@ LAYERS: dict[str, Act] = {
     "evaluate: front": lambda p, f: layer("front", ERROR, lambda: evaluate(p, averaged=True)),
     "evaluate: back": lambda p, f: layer("back", ERROR, lambda: evaluate(p)),
 }
+IN_BATCHES: dict[str, Act] = {f"train: on rank {rank}, {place}": lambda p, f, rank=rank, place=place: layer(
+    place, ERROR, lambda: train(p, BATCHES), rank) for place, rank in (
+        ("front", 0), ("back", 1), ("loss", 1), ("backward of front", 0), ("backward of back", 1))}
+"""Of two stages or replicas each; where all norms come before a step, also what raises late."""
 UNTRAINED: dict[str, Act] = {
     "load: folder": lambda p, f: p.load(f / "none"),
     "load: damaged": lambda p, f: p.load(damaged(f)),
@@ -315,6 +329,17 @@ def test_calls_that_fail_in_one_process_leave_everything_as_it_was(arguments: di
 def after_here(folder: str, **arguments: Any) -> dict[str, str]:
     layers = {} if "lanes" in arguments else LAYERS  # lanes wait for one another within a layer
     return after(calls=READING | TRAINED | layers | ON_ONE | UNTRAINED, folder=Path(folder), **arguments)
+
+
+def after_batches(folder: str, **arguments: Any) -> dict[str, str]:
+    return after(calls=IN_BATCHES, folder=Path(folder), **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"grad_clip": 1.0}, {"grad_clip": 1.0, "schedule": "zb_h1"},
+                                       {"stages": 1, "replicas": 2}], ids=str)
+def test_a_layer_that_raises_on_one_rank_leaves_all_as_they_were(arguments: dict[str, Any], tmp_path: Path,
+                                                                 two: World) -> None:
+    assert two.run(after_batches, folder=str(tmp_path), **arguments) == [{}, {}]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"stages": 1, "lanes": 2}, *(

@@ -294,6 +294,8 @@ class FailureDetector:
             self._answer(self._relay.leave(member.rank))
         if "fault" in message:
             self._claims.append(Fault.from_message(message["fault"]))
+        if "give up" in message:
+            self._broadcast(message)
         if message.get("stop", {}).keys() - self._stops.keys():
             self._stops = message["stop"] | self._stops
             self._broadcast({"stop": self._stops})

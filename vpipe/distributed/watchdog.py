@@ -121,6 +121,7 @@ class Watchdog:
         note: shows long waits; on rank 0, from another thread.
         break_off: makes the main thread's transfers fail.
         stops: why a rank asked all to stop, by what is to stop.
+        abandoned: batches in which ranks that have not stepped will not: the pipeline, and a number.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], connection: Connection, timing: WatchdogTiming,
@@ -146,6 +147,8 @@ class Watchdog:
         self._arrived: dict[str, Mapping[str, Any]] = {}  # exchanges by their names, until they are taken
         self._arrival, self._names = Condition(), Counter[str]()
         self._over = False  # nothing arrives any more
+        self._stepping: dict[int, int] = {}  # by pipeline, the latest batch in which this rank may step
+        self.abandoned = set[tuple[int, int] | None]()
         self._in_parts = False  # this rank has exchanged values with some of the others only
         self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
         self._thread.start()
@@ -232,7 +235,8 @@ class Watchdog:
         self._acknowledged.set()
         if isinstance(error, RunError) and (error.rank, error.peer) == (self.rank, None) and len(set(self.hosts)) > 1:
             error.host = self.hosts[self.rank]
-        if not self._leaving and not self._known.wait(PATIENCE_S if may_follow(str(error)) else 0):
+        follows = may_follow(str(error)) or getattr(error, "peer", None) is not None
+        if not self._leaving and not self._known.wait(PATIENCE_S if follows else 0):
             self._report(Fault.failed(self.rank, error))
 
     def ask_stop(self, why: str, what: str = "") -> None:
@@ -241,6 +245,17 @@ class Watchdog:
         self._asked.append({what: why})
         with suppress(OSError):
             self._wake.send(b".")
+
+    def give_up(self, batch: tuple[int, int]) -> bool:
+        """Keep all ranks from stepping in a batch; return False if one may have stepped."""
+        name = self.next_name(f"rank {self.rank} gives up a batch")
+        self._connection.send({"give up": batch, "by": self.rank, "name": name})
+        return not any(stepped for *_, stepped in self.take(name, "giving up a batch", self.timing.silent_s))
+
+    def may_step(self, batch: tuple[int, int]) -> bool:
+        """Note that this rank steps in a batch; return False if the batch is given up."""
+        self._stepping[batch[0]] = batch[1]  # before it looks: the thread that answers looks in the other order
+        return batch not in self.abandoned
 
     # -- exchanges: the protocol ExchangeLine ------------------------------------------------------------------
 
@@ -441,6 +456,12 @@ class Watchdog:
                 with self._arrival:
                     self._arrived[message["given"]] = message
                     self._arrival.notify_all()
+            if "give up" in message:
+                pipeline, number = message["give up"]
+                self.abandoned.add((pipeline, number))
+                vote = ["giving up a batch", None, self._stepping.get(pipeline, -1) >= number]
+                self.give({"give": message["name"], "value": vote, "of": list(range(self.ranks)),
+                           "hears": self.rank == message["by"]})
             if "fault" in message:
                 self._set_fault(Fault.from_message(message["fault"]))
             if "stop" in message:

@@ -18,6 +18,7 @@ from vpipe import accelerator
 from vpipe.checkpoint.manifest import Position, View
 from vpipe.description.description import Description
 from vpipe.distributed.device import DeviceMap
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.init import exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
@@ -119,6 +120,9 @@ class Engine:
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
         self._holds = distributed and self._lanes_compared  # lanes wait for one another within a layer
+        self._gives_up = self._holds and schedule.flush and not any(
+            worker.transport.ordered or type(worker).forward is not Worker.forward for worker in self.workers.values())
+        self._batches = count()  # that were begun
         self._in_flight: tuple[str, list[Marks]] | None = None  # since when, with marks
         self._inside: str | None = None  # the function of the script's that runs in the middle of an update
 
@@ -228,11 +232,16 @@ class Engine:
         segment, last_forwards = self._segment(loader, first, self.schedule.assignment), self._results.last_forwards
         if last_forwards:
             self._results.post(segment, 0)
-        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch)
+        batch = (self._number, next(self._batches)) if self._gives_up else None
+        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch, batch)
         try:
             if not last_forwards:
                 steps = list(steps)  # losses are exchanged when the batch is done
             self._made = deque(self._results.collect(segment, step) for step in steps)
+            if not self._interpreter.stepped:
+                self._made.clear()
+                self._interpreter.undo()
+                self._raise_held()
             self._compare_lanes()
             self._close(segment, first + self.schedule.microbatches, len(self._made))
         except BaseException:
@@ -548,11 +557,17 @@ class Engine:
         return wait
 
     def _raise_held(self) -> None:
-        """Raise on every rank what a layer or function of the user's raised first in an evaluation on any of them."""
+        """Raise on every rank what a layer or function of the user's raised first on any of them."""
         held = {worker.held[:2]: worker.held[2] for worker in self.workers.values() if worker.held is not None}
         first = min((tuple(place) for own in self.collectives.job.all_gather(list(held)) for place in own),
                     default=())
-        self.collectives.job.begin(None, error=held.get(first))()
+        try:
+            self.collectives.job.begin(None, error=held.get(first))()
+        except RunError as error:
+            if error.peer is None or (watchdog := watch.watchdog) is None or watchdog.fault is not None:
+                raise
+            fault = Fault((error.peer,), error.what.removeprefix(f"rank {error.peer} "), error.hint, reported=True)
+            raise watchdog.error(fault, f"{watchdog.place(watchdog.rank)} was left as it was") from None
 
     def check_averaged(self) -> None:
         """Refuse to look at the average of the weights where none is kept."""

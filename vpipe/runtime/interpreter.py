@@ -10,6 +10,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
 
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.stage import Stage
@@ -161,23 +162,29 @@ class Interpreter:
     Attributes:
         broken: whether a segment failed: the stages may be at different versions; ``why``: what failed, and what was
             last whole.
+        stepped: whether weights may have changed in the latest segment.
     """
 
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, schedule: Schedule,
                  interrupts: Interrupts, distributed: bool) -> None:
         self._workers, self._results, self._distributed = workers, results, distributed
         self._ties, self._exchanged, self._interrupts = schedule.ties, exchanged_at_updates(schedule.kinds), interrupts
-        self.broken = self._stepped = False
+        self.broken = self.stepped = False
+        self._batch: tuple[int, int] | None = None
+        for worker in workers.values():
+            worker.optimizer_steps.may_step = self._may_step
         self.why = "in the middle of an update: its stages are at different versions"
 
-    def run(self, segment: Segment, program_of: Callable[[int], RankProgram]) -> Iterator[int]:
-        """Execute a segment; yield each step when every stage of this process has made all its updates."""
-        self._stepped = False
-        keep = segment.training and not self._distributed
+    def run(self, segment: Segment, program_of: Callable[[int], RankProgram],
+            batch: tuple[int, int] | None = None) -> Iterator[int]:
+        """Execute a segment, a ``batch`` that processes can give up together or another one; yield each step when every
+        stage of this process has made all its updates."""
+        self.stepped, self._batch = False, batch
+        keep = segment.training and (batch is not None or not self._distributed)
         self._put_back = [stage.kept_state() for stage in self._stages if keep and stage.forwards_change_state]
         programs = {rank: program_of(rank) for rank in self._workers}
         for rank, worker in self._workers.items():
-            worker.begin(segment, programs[rank].tied_version_of, programs[rank].is_split)
+            worker.begin(segment, programs[rank].tied_version_of, programs[rank].is_split, batch)
         assignment, here = segment.assignment, sum(len(worker.stages) for worker in self._workers.values())
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
@@ -197,10 +204,11 @@ class Interpreter:
                         done += 1
                 else:
                     self._results.send(segment, 0, rank)
-            for worker in self._workers.values():
-                worker.end()
-            if segment.training:
-                self.hand_out_weights()
+            if not segment.training or self._may_step():
+                for worker in self._workers.values():
+                    worker.end()
+                if segment.training:
+                    self.hand_out_weights()
         except BaseException:
             if self.broken:  # else the caller goes away between two steps
                 self._abandon(segment.steps_before + done)
@@ -227,12 +235,10 @@ class Interpreter:
                 action: Action | None = heads.pop(rank)
                 while action is not None and (flow is None or action.op.transfer is not None
                                                   or flow.missing(action, rank) is None):
-                    if interrupts.noted and not self._stepped:  # else the batch is better ended
+                    if interrupts.noted and not self.stepped:  # else the batch is better ended
                         interrupts.raise_noted()
-                    if action.op.makes_version:
-                        if step_together:
-                            break
-                        self._stepped = True
+                    if action.op.makes_version and step_together:
+                        break
                     execute(action)
                     if flow is not None and action.op.told:
                         flow.follow(action, rank)
@@ -251,18 +257,28 @@ class Interpreter:
                     for value, stage, index, home in [found])
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
+    def _may_step(self) -> bool:
+        """Return whether weights may change now, and note that they do; not in a batch that is given up."""
+        self.stepped = (self.stepped or self._batch is None or watch.watchdog is None
+                        or watch.watchdog.may_step(self._batch))
+        return self.stepped
+
     def fail(self, why: str = "") -> None:
         """Note a failure before the steps that stages have made were counted; or another, and why."""
-        self.broken, self.why = self.broken or self._stepped or bool(why), why or self.why
+        self.broken, self.why = self.broken or self.stepped or bool(why), why or self.why
 
     def _abandon(self, whole: int) -> None:
         """Undo a failed segment if no stage has stepped in it: training may go on. Over several processes that is
-        impossible, since transfers are under way; ``whole``: updates that all stages here have made."""
-        if self._stepped or self._distributed:
+        impossible in the midst of transfers; ``whole``: updates that all stages here have made."""
+        if self.stepped or self._distributed:
             middle = "the middle of an update: its stages are at different versions"
-            self.why = (f"in {middle if self._stepped else 'transfers between ranks, which cannot be called back'}; "
+            self.why = (f"in {middle if self.stepped else 'transfers between ranks, which cannot be called back'}; "
                         f"update {whole} was the last that all stages here have made")
             return
+        self.undo()
+
+    def undo(self) -> None:
+        """Undo a segment in which no stage has stepped on any rank, and nothing is under way to another."""
         for put_back in self._put_back:
             put_back()
         for worker in self._workers.values():

@@ -167,6 +167,7 @@ class OptimizerSteps:
         gradient_norm: of all stages at the latest update, before clipping; None when not clipped globally.
         norms: by stage of this rank, of each gradient of its latest update, before clipping, where norms
             are computed.
+        may_step: called when a step is about to change weights; where it returns False, none is made.
         skipped: steps of which an update was skipped.
         norm_dtypes: by stage of this rank, in which the norms by which it clips are added up.
     """
@@ -187,6 +188,7 @@ class OptimizerSteps:
         self._audience: Mapping[int, Sequence[int]] = {s: list(self._sources[s]) for s in owners}
         self.skipped: set[int] = set()
         self.observer: StepObserver | None = None
+        self.may_step: Callable[[], bool] = lambda: True
         self._completed: Counter[int] = Counter()  # by replicated stage: backwards of the update at hand
         self.gradient_norm: Tensor | None = None
         self.norms: dict[int, Tensor] = {}
@@ -315,13 +317,18 @@ class OptimizerSteps:
     def step(self, stage: int, update: int) -> None:
         """Make the next version of a stage's weights."""
         weights, number = self._stages[stage].weights, self._number(stage, update)
+        norms = None
         if not self._norms_come_first(stage):
             self._complete_gradients(stage, update)
+        elif self._uses_norms:
+            norms = self._norms_before(stage, number)
+        if not self.may_step():  # all that others send has arrived
+            return
         if self.observer is not None:
             self.observer.gradients(number, {name: gradient for name, gradient in
                                              zip(weights.names, weights.gradients, strict=True) if weights.owns(name)})
         step = update * self._assignment.per_update(stage) // self._assignment.per_step
-        applied = self._apply(stage, weights, number, self._rate(stage, step))
+        applied = self._apply(stage, weights, norms, self._rate(stage, step))
         if not applied:
             self.skipped.add(self._segment.steps_before + step)
         if self.scaler is not None:
@@ -352,14 +359,13 @@ class OptimizerSteps:
         """Return whether an action NORM has completed the gradients before the step."""
         return self.global_norms or (stage in self._owners and self._uses_norms)
 
-    def _apply(self, stage: int, weights: WeightVersions, number: int, rate: float) -> bool:
+    def _apply(self, stage: int, weights: WeightVersions, of_stage: Mapping[int, Tensor] | None, rate: float) -> bool:
         """Step the optimizers at their own learning rates times ``rate``; return False if the update is skipped.
 
         A skipped update makes a version that equals the one before; so does the state of the optimizers.
         """
         if self._uses_norms:
-            of_stage = (self._norms_before(stage, number) if self._norms_come_first(stage) else
-                        {stage: _gradient_norms(weights)})
+            of_stage = of_stage or {stage: _gradient_norms(weights)}
             self.norms[stage] = of_stage[stage]
             norms = torch.cat([of_stage[s] for s in sorted(of_stage)])
             if self._update.grad_clip is not None:

@@ -87,6 +87,7 @@ class P2PTransfers:
         """Drop all transfers under way and expected."""
         for store in (self._local, self._there, self._unsent, self._expected, self._queued):
             store.clear()
+        self.forget_specs()
 
     def forget_specs(self) -> None:
         """Announce specs anew from now on, as every rank does."""

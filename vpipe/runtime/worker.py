@@ -20,7 +20,7 @@ from vpipe.description.cut import KeptInputs
 from vpipe.distributed.fault import may_follow
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.runtime.activations import DropoutKey, Record
+from vpipe.runtime.activations import DropoutKey, Record, SpanActivations
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
@@ -113,7 +113,9 @@ class Worker:
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self.outputs: dict[int, dict[str, Tensor]] = {}  # of the last stage, by microbatch of the evaluation
         self._holds = False
-        self.held: tuple[int, int, Exception] | None = None  # in an evaluation: at which microbatch and stage, and what
+        self.held: tuple[int, int, Exception] | None = None  # at which microbatch and stage, and what
+        self.passing = False  # whether it passes on stand-ins to the end of the segment
+        self._batch: tuple[int, int] | None = None
         self._carried: dict[tuple[int, int], dict[str, Tensor]] = {}  # to a slice, by stage and microbatch
         self._carried_gradients: dict[tuple[int, int], dict[str, Tensor]] = {}  # likewise
         self._activations = dict.fromkeys(stages, 0)
@@ -135,9 +137,13 @@ class Worker:
 
     # -- what the interpreter calls --------------------------------------------------------------------
 
-    def begin(self, segment: Segment, tied_version_of: TiedVersionOf, is_split: IsSplit) -> None:
-        """Begin a segment."""
+    def begin(self, segment: Segment, tied_version_of: TiedVersionOf, is_split: IsSplit,
+              batch: tuple[int, int] | None = None) -> None:
+        """Begin a segment; ``batch``: which all ranks can give up as long as none has stepped."""
         self.segment, self._tied_version_of, self.is_split = segment, tied_version_of, is_split
+        self._batch = batch
+        if segment.training:
+            self._holds, self.held, self.passing = batch is not None, None, False
         for stage in self.stages.values():
             stage.use_autocast(segment.autocast)
             if segment.training:
@@ -167,6 +173,8 @@ class Worker:
             else:
                 self.operations[op](stage, index)
         except Exception as error:
+            if (op.second_half or op.recomputation or op.host_bytes is not None) and self._gives_up(error, action):
+                return
             failure = self._as_ours(error, action)
             if not isinstance(failure, RunError):
                 watch.activity.rest()
@@ -220,7 +228,7 @@ class Worker:
         Args:
             holds: whether an error of a layer is :attr:`held`, since other processes go on, as one of ``wanted`` is.
         """
-        self.wanted, self._holds, self.held = wanted, holds, None
+        self.wanted, self._holds, self.held, self.passing = wanted, holds, None, False
         self.outputs.clear()
         with self.uncounted(), ExitStack() as stack:
             for number, stage in self.stages.items():
@@ -287,22 +295,38 @@ class Worker:
         """Execute a forward: receive its inputs, compute, and store what comes of it."""
         inputs = self.forward_inputs(stage_index, microbatch)
         try:
-            if self.held is None or not self._holds:
+            if not self.passing:
                 self.end_forward(stage_index, microbatch, inputs, *self.compute(stage_index, microbatch, inputs))
                 return
         except Exception as error:
-            if self.segment.training or not self._holds:
+            if not self._gives_up(error, Action(Op.FORWARD, stage_index, microbatch)):
                 raise
-            self._hold(error, stage_index, microbatch)
+        stage = self.stages[stage_index]
+        if inputs.pins is not None:
+            received = dict(zip(stage.spec.inputs, inputs.received, strict=False))  # a stand-in may have none
+            self.records[stage_index, microbatch] = Record(
+                [SpanActivations(received, None)], {}, inputs.key, inputs.pins, split=False)
         if stage_index < self.last_stage:
-            self._p2p.put_stand_ins(stage_index, microbatch, inputs.signature, self.stages[stage_index])
+            self._p2p.put_stand_ins(stage_index, microbatch, inputs.signature, stage)
+        else:
+            self.losses[self.segment.base + microbatch] = torch.zeros((), device="cpu")
 
-    def _hold(self, error: Exception, stage_index: int, microbatch: int) -> None:
-        action = Action(Op.FORWARD, stage_index, microbatch)
+    def _hold(self, error: Exception, action: Action) -> None:
+        """Hold an error until all ranks are at the end of the segment, and pass on stand-ins where all can."""
         failure = self._as_ours(error, action)
         if isinstance(failure, RunError):
             self._place(failure, action)
-        self.held = self.segment.first + microbatch, stage_index, failure
+        self.held, self.passing = (self.segment.first + action.index, action.stage, failure), self._holds
+
+    def _gives_up(self, error: Exception, action: Action) -> bool:
+        """Hold an error of a layer; return False where that cannot be, such as when a rank may have stepped."""
+        if not self._holds or (watchdog := watch.watchdog) is None or watchdog.fault is not None:
+            return False
+        if self._batch in watchdog.abandoned:  # another rank's stand-ins may be the cause
+            self.passing = True
+        elif self._batch is None or watchdog.give_up(self._batch):
+            self._hold(error, action)
+        return self.passing
 
     def compute(self, stage_index: int, microbatch: int, inputs: ForwardInputs) -> tuple[list[Tensor], Record | None]:
         """Run the layers of a stage; return the outputs, and the record for the backward, None in an evaluation."""
@@ -316,7 +340,7 @@ class Worker:
                     self.outputs[self.segment.first + microbatch] = wanted.of(
                         outputs[1:], samples, next(iter(self.outputs.values()), None))
                 except Exception as error:
-                    self._hold(error, stage_index, microbatch)
+                    self._hold(error, Action(Op.FORWARD, stage_index, microbatch))
             return outputs, None
         past = self._carried.pop((stage_index, microbatch), NO_TENSORS)
         given = (*inputs.received, *inputs.fields.values(), *past.values())
@@ -404,17 +428,30 @@ class Worker:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
         gradients = self.output_gradients(stage_index, microbatch, record)
         with self.completing(stage_index, microbatch, whole=not (record.split or record.weightless)):
-            returned = stage.backward(record, gradients)
+            returned = self._returned(Action(Op.BACKWARD, stage_index, microbatch), stage.backward, record, gradients)
         stage.unpin(record.pins)
         self._give_back(stage_index, microbatch, record)
         self.end_backward(stage_index, microbatch, returned)
 
     def _backward_input(self, stage_index: int, microbatch: int) -> None:
-        record = self.records[stage_index, microbatch]
+        stage, record = self.stages[stage_index], self.records[stage_index, microbatch]
         gradients = self.output_gradients(stage_index, microbatch, record)
-        returned = self.stages[stage_index].backward_input(record, gradients)
+        returned = self._returned(Action(Op.INPUT, stage_index, microbatch), stage.backward_input, record, gradients)
         self._give_back(stage_index, microbatch, record)
         self.end_backward(stage_index, microbatch, returned)
+
+    def _returned(self, action: Action, backward: Callable[[Record, Mapping[str, Tensor]], list[Tensor]],
+                  record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the gradients of a stage's inputs; zeros in a batch that is given up."""
+        inputs = record.spans[0].inputs
+        try:
+            if not self.passing:
+                return backward(record, gradients)
+        except Exception as error:
+            if not self._gives_up(error, action):
+                raise
+        return [torch.zeros_like(inputs[name]) for name in self.stages[action.stage].spec.inputs
+                if name in inputs and inputs[name].requires_grad]
 
     def _backward_weight(self, stage_index: int, microbatch: int) -> None:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))

@@ -155,7 +155,7 @@ class Transport(Protocol):
         shared memory has arrived."""
 
     def abandon(self) -> None:
-        """Drop all transfers under way between ranks of this process."""
+        """Drop all transfers under way between ranks of this process; wait for those between processes."""
 
     def finish(self) -> None:
         """Wait until all sends have arrived, except checksums of batches: the last ones are received when ranks agree
