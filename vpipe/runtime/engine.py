@@ -564,7 +564,7 @@ class Engine:
         try:
             self.collectives.job.begin(None, error=held.get(first))()
         except RunError as error:
-            if error.peer is None or (watchdog := watch.watchdog) is None or watchdog.fault is not None:
+            if error.peer is None or (watchdog := watch.watchdog) is None:
                 raise
             fault = Fault((error.peer,), error.what.removeprefix(f"rank {error.peer} "), error.hint, reported=True)
             raise watchdog.error(fault, f"{watchdog.place(watchdog.rank)} was left as it was") from None
