@@ -55,26 +55,24 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)
 
 
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Four ranks over gloo, for the whole session; they end in good order when it ends."""
+def ranks_for_the_session(count: int, folder: Path) -> Iterator[World]:
+    """Ranks over gloo that end in good order when the session ends."""
     from world import World
 
-    four = World(4, tmp_path_factory.mktemp("world"))
-    yield four
-    statuses = four.close()
+    ranks = World(count, folder)
+    yield ranks
+    statuses = ranks.close()
     assert not any(statuses), f"ranks ended with {statuses}"
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from ranks_for_the_session(4, tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Two ranks over gloo, for the whole session; they end in good order when it ends."""
-    from world import World
-
-    ranks = World(2, tmp_path_factory.mktemp("two"))
-    yield ranks
-    statuses = ranks.close()
-    assert not any(statuses), f"ranks ended with {statuses}"
+    yield from ranks_for_the_session(2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture
