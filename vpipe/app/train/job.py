@@ -335,7 +335,7 @@ class Job:
         training = self.config.training
         return OptimizerSettings(training.optimizer, training.learning_rate, weight_decay=training.weight_decay,
                                  momentum=training.momentum,
-                                 matrices=hidden_matrices(self.model) if training.optimizer == "muon" else None)
+                                 matrices=sorted(hidden_matrices(self.model)) if training.optimizer == "muon" else None)
 
     def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
         """Yield the batches of all epochs, each epoch in its own order; other fields are on the meta device.
