@@ -53,6 +53,9 @@ LocalUsage = Mapping[int, Mapping[int, StageUsage]]
 _OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+|(?<=, index=)\d+")
 """In the text of an argument what differs between processes: addresses and devices."""
 
+_SET = re.compile(r"\{([^{}:]*)\}")
+"""A set in such a text, whose order differs between processes, too."""
+
 _OF_RANK = ("self", "batches", "since", "stop", "tensors", "device", "mesh", "update", "transfers", "execution",
             "shared_memory")
 """Arguments that may differ between ranks, or are compared otherwise."""
@@ -282,6 +285,8 @@ class Collectives:
                 "batch": model.batch, "labels": model.labels, **{f"layer '{each.name}'": each for each in model.layers},
                 "the schedule": f"{schedule.name}, layers {description.cut.partition}, checksum {whole:08x}"}
         texts = {name: " ".join(_OF_PROCESS.sub("", str(value)).split()) for name, value in mine.items()}
+        texts = {name: _SET.sub(lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
+                 for name, text in texts.items()}
         if len(set(self.job.all_gather(zlib.crc32(repr(texts).encode())))) == 1:
             return  # else each sends all that it has
         first, *others = self.job.all_gather(texts)
