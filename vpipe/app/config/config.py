@@ -79,11 +79,11 @@ class LoraSection(Section):
     """Adapters, which are trained instead of the model's weights."""
 
     rank: Size = Field(description="rows of A and columns of B: (alpha / rank) B A is added to a frozen weight")
-    alpha: float = Field(gt=0, description="factor of what is added, times the rank; twice the rank is usual")
+    alpha: float = Field(gt=0, description="rank times the factor of B A; twice the rank is usual")
     targets: Texts | None = Field(None, description=(
         "names of linear modules of the family that get adapters, such as query, value, qkv, up or down; null takes "
         "all in front of the head"))
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of what an adapter reads")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of the input of an adapter")
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.targets == ():
@@ -104,26 +104,26 @@ class ModelSection(Section):
         "qwen3_moe 30b-a3b or 235b-a22b; for translation tiny, small, base or big"))
     hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
     num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
-        "number of transformer blocks, for translation of the encoder and of the decoder; each is split into two "
-        "layers, one of a decoder with an encoder into three"))
+        "number of transformer blocks, for translation of the encoder and of the decoder; each block is two layers, a "
+        "block of a decoder with an encoder three"))
     num_heads: Size | None = Field(None, description="attention heads per block; must divide hidden_size")
     num_kv_heads: Size | None = Field(None, description=(
         "heads of keys and values per block, for llama and its kin: groups of num_heads share one; null gives every "
         "head its own"))
     sequence_length: Size = Field(128, description="tokens per sample")
     vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
-        "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))
+        "tokens in the vocabulary; -1 takes the number from config_file, else from the data set"))
     dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
     packed: bool = Field(False, description=(
-        "whether each text of a sample is computed as if it were alone, for gpt, llama and its kin: attention stays "
-        "inside of it, and its positions begin at 0"))
+        "whether each text of a sample is computed alone, for gpt, llama and its kin: attention stays inside the text, "
+        "and its positions begin at 0"))
     experts: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
-        "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all of its layers, of which "
-        "parallel.tensor splits each; null: an MLP, for mixtral 8, for qwen3_moe 128"))
+        "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all experts of its layers, and "
+        "parallel.tensor splits each expert; null: an MLP, for mixtral 8, for qwen3_moe 128"))
     experts_per_token: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
         "experts that compute a token; null: 2, for qwen3_moe 8"))
     balance_weight: float | None = Field(None, ge=0, lt=1, description=(
-        "weight of the loss that lets experts compute equally many tokens, added to that of training; null: 0.01"))
+        "weight of the loss that lets experts compute equally many tokens, added to the training loss; null: 0.01"))
     tie_weights: bool | None = Field(None, description=(
         "share the weights of the word embeddings with the output layer; null takes config_file's value, else the "
         "family's default"))
@@ -132,7 +132,7 @@ class ModelSection(Section):
     lora: LoraSection | None = Field(None, description=(
         "adapters that are trained alone, by peft; null trains all weights"))
     options: dict[str, Any] | None = Field(None, description=(
-        "keys of the family's own, for one that register_model gives some; null takes their defaults"))
+        "keys of a family of your own, as given to register_model; null takes their defaults"))
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.vocab_size == 0:
@@ -154,17 +154,17 @@ class DatasetSection(Section):
     batch_size: int = Field(ge=1, le=MOST_SAMPLES, description=(
         "samples per batch, which is split into num_microbatches microbatches; with a flush, one update per batch"))
     max_tokens: int | None = Field(None, ge=1, le=10**12, description=(
-        "largest number of samples times the longest side of a batch of pairs, padding included; a batch then has any "
-        "multiple of batch_size samples; null: exactly batch_size"))
+        "largest batch of pairs, samples times the longest side, padding included; a batch then has any multiple of "
+        "batch_size samples; null: exactly batch_size"))
     language: Name | None = Field(None, description=(
-        "language of the text that the data set text finds on this machine without a path, as catalogues of programs "
-        "name it, such as zh_CN; null takes English prose"))
+        "without a path, language of the text that the data set text finds on this machine, as catalogues of programs "
+        "name languages, such as zh_CN; null takes English prose"))
     source_language: Name | None = Field(None, description=(
         "language that pairs are translated from, where a data set has several; null takes the data set's first"))
     target_language: Name | None = Field(None, description=(
-        "language that pairs are translated into; null takes the other one, or of catalogues that with the most"))
+        "language that pairs are translated into; null takes the other one, of catalogues the one with the most messages"))
     num_workers: int = Field(0, ge=0, le=1024, description=(
-        "batches that a thread prepares ahead on each rank that reads data; 0 prepares each batch when it is needed"))
+        "batches that a thread prepares ahead on each rank that reads data; 0 prepares each batch when needed"))
     samples: int | None = Field(None, ge=1, le=10**12, description=(
         "largest number of training samples; a synthetic data set makes exactly as many, with null 1024 or 8 batches"))
     tokenizer: FilePath | None = Field(None, description=(
@@ -215,13 +215,13 @@ class TrainingSection(Section):
         "correction of late gradients without a flush; extrapolate continues every step of the optimizer over the mean "
         "delay of its stage, in updates"))
     delay_correction_strength: float = Field(1.0, gt=0, description=(
-        "share of that delay, or a multiple of it, over which extrapolate continues"))
+        "share of the mean delay, or a multiple, over which extrapolate continues"))
     precision: Precision.Name = Field("fp32", description=(
         "arithmetic of the layers; bf16 and fp16 use autocast, bf16_pure also rounds the weights and keeps fp32 "
         "master weights"))
     loss_scale: LossScale = Field("dynamic", description=(
-        "factor of the loss in fp16; dynamic finds it while training, under a schedule with a flush, and skips updates "
-        "that overflow"))
+        "factor of the loss in fp16; dynamic finds the factor while training, under a schedule with a flush, and skips "
+        "updates that overflow"))
     seed: Seed = Field(0, description="seed of initial weights and dropout")
     evaluate_every: Steps | None = Field(None, description="steps between evaluations; the run always ends with one")
     evaluation_batches: Steps = Field(8, description="batches per evaluation")
@@ -231,8 +231,8 @@ class TrainingSection(Section):
     profile_iteration: Steps | None = Field(None, description=(
         "update to record with torch's profiler on every rank, counted from 1 as in the progress lines"))
     sample_prompts: Texts = Field((), description=(
-        "texts that the model continues at the end, as it was before the training and after it; for BERT, texts with "
-        "[MASK] for words to fill in"))
+        "texts that the model continues at the end of the run, with its weights before and after the training; for "
+        "BERT, texts with [MASK] for words to fill in"))
     exit_after_profile: bool = Field(False, description="end the run normally after profile_iteration")
     print_frequency: Steps = Field(10, description=(
         "updates between two progress lines in the ranks' logs, and on a screen without a progress bar"))
@@ -311,8 +311,8 @@ class MetricsSection(Section):
     """The metrics of a run beside ``metrics.jsonl``."""
 
     peak_tflops: float | None = Field(None, gt=0, le=10**9, description=(
-        "peak of one device in 10^12 operations per second, for MFU and HFU; null takes it from a table of GPUs, else "
-        "measures it"))
+        "peak of one device in 10^12 operations per second, for MFU and HFU; null takes a table of GPUs, else "
+        "measures the peak"))
     rank_times_every: Steps | None = Field(None, description=(
         "updates between two reports of the time and the traffic of each rank, on the screen and in logs; null for "
         "none there"))

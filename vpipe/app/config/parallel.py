@@ -115,7 +115,7 @@ class ParallelSection(Section):
     """The stages, their ranks, their schedule, and the devices."""
 
     model_parallel_size: int = Field(ge=1, le=Schedule.MOST_STAGES, description=(
-        "number of stages; optional where partition or stage_to_rank_map gives it"))
+        "number of stages; optional where partition or stage_to_rank_map gives the number"))
     data_parallel_size: int = Field(1, ge=1, le=Schedule.MOST_RANKS, description=(
         "replicas of the whole pipeline, where stage_to_rank_map does not give the ranks of each stage"))
     tensor: int = Field(1, ge=1, le=Schedule.MOST_RANKS, description=(
@@ -130,8 +130,8 @@ class ParallelSection(Section):
         "equal parts into which the sequences of every microbatch are cut, for seq1f1b, gpipe and files, whose actions "
         "are then of a slice"))
     use_orion_scheduler: bool = Field(False, description=(
-        "share a GPU between microbatches by priority, with the executor async_threaded: kernels of the first one go "
-        "at once, others wait while it is at work; also USE_ORION_SCHEDULER=1"))
+        "share a GPU between microbatches by priority, with the executor async_threaded: kernels of the first go at "
+        "once, others wait meanwhile; also USE_ORION_SCHEDULER=1"))
     orion_strict: bool = Field(False, description=(
         "refuse to train where use_orion_scheduler has no effect, instead of a warning"))
     executor: str = Field("overlapped", min_length=1, description=(
@@ -148,7 +148,7 @@ class ParallelSection(Section):
         "bytes that a rank may use where something is auto, also as 8GiB or 500MB; null takes the device's memory, on "
         "a CPU the host's divided by its ranks"))
     plan: FilePath | None = Field(None, description=(
-        "plan file of vpipe plan, relative to the current folder; it gives partition, recompute, stage_to_rank_map, "
+        "plan file of vpipe plan, relative to the current folder; the plan gives partition, recompute, stage_to_rank_map, "
         "schedule, update_every, warmup_depth, tensor, zero1 and training.num_microbatches"))
     update_every: int | None = Field(None, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
         "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes all of a batch where "
@@ -158,7 +158,7 @@ class ParallelSection(Section):
         "number; null takes the schedule's placement"))
     zero1: bool = Field(False, description=(
         "each replica of a stage steps a part of its parameters, and keeps the optimizer's state of these alone; same "
-        "numbers, and as many bytes between replicas; without replicas it changes nothing"))
+        "numbers, and as many bytes between replicas; without replicas nothing changes"))
     backend: Backend = Field(None, description=(
         "communication between ranks; null takes nccl where every rank has a GPU of its own, else gloo"))
     device: DeviceName = Field(None, description=(
@@ -168,11 +168,11 @@ class ParallelSection(Section):
     master_port: int | None = Field(None, ge=1, le=65535, description=(
         "TCP port of the rendezvous; null takes a free one"))
     master_address: Name | None = Field(None, description=(
-        "name or address of rank 0's host, as the others reach it; null finds it"))
+        "name or address of rank 0's host, as the others reach the host; null finds the address"))
     interface: Name | None = Field(None, description=(
         "network interface between ranks, such as eth0; null takes the one on the route to rank 0's host"))
     compress: Codecs = Field("none", description=(
-        "encoding of activations and gradients between stages on different ranks: none sends them as they are, bf16 "
+        "encoding of activations and gradients between stages on different ranks: none changes nothing, bf16 "
         "takes half the bytes of fp32, int8 a quarter; one word, or a list with one per cut"))
     compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
     shared_memory: bool = Field(True, description=(
