@@ -199,7 +199,7 @@ def test_a_missing_key_is_placed_at_its_section(at: Path) -> None:
     text = "# a comment first\n" + GOOD.replace("model_parallel_size: 4", "update_every: 1")
     assert errors(at, text) == [
         ("the key 'parallel.model_parallel_size' is missing", "c.yaml:5:1",
-         "add model_parallel_size: number of stages; optional where partition or stage_to_rank_map gives it")]
+         "add model_parallel_size: number of stages; optional where partition or stage_to_rank_map gives the number")]
 
 
 def test_stages_on_any_ranks(at: Path) -> None:
