@@ -311,6 +311,17 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page.name} links to {target}: no such heading"
 
 
+@pytest.mark.parametrize("page", [page for page in (*PAGES, *ROOT.glob("site/pages/**/*.md"))
+                                  if page.name.endswith(".zh.md")], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_chinese_page_leads_to_chinese_ones_or_says_that_a_page_is_in_english(page: Path) -> None:
+    found = re.findall(r"\[([^\]]*)\]\(([^):#\s]+\.md)[)#]", FENCE.sub("", page.read_text()))
+    for text, name in found:
+        if not (page.parent / name).with_suffix(".zh.md").exists() and not name.endswith(".zh.md"):
+            assert text.endswith("（英文）"), f"[{text}]({name})"
+        elif "site" not in page.parts:  # on the site a page leads to that of its own language
+            assert name.endswith(".zh.md") or text in ("English", "英文页"), f"[{text}]({name})"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     # Not examples of what a reader would add, which hold <...>.

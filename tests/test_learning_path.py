@@ -16,7 +16,7 @@ from vpipe.app.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("guide", "cheat-sheet", "walk-through", "troubleshooting")
+PAGES = ("guide", "cheat-sheet", "walk-through", "troubleshooting", "config", "planning", "python")
 LANGUAGES = ("", ".zh")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
