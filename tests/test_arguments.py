@@ -136,7 +136,7 @@ BATCHES = "hint: give what yields batches, each a dict of tensors: a list, a Dat
 
 @pytest.mark.parametrize(("given", "text"), [
     (None, f"error: batches is None\n{BATCHES}"),
-    (batches(1)[0], "error: batches is one batch\nhint: give a list, or what else yields batches: [batch]"),
+    (batches(1)[0], "error: batches is one batch\nhint: give a list of batches, or another iterable: [batch]"),
     (torch.zeros(3), f"error: batches is an object of class Tensor\n{BATCHES}"),
     (lambda: batches(1),
      f"error: batches is a function\n{BATCHES}; of a function that is one, what it returns: call it")])

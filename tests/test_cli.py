@@ -135,7 +135,7 @@ def test_the_models_own_config(refused: Refused) -> None:
 def test_a_schedules_file_in_a_config(refused: Refused, here: Path) -> None:
     assert refused(*settings("parallel.schedule=none.csv")) == [
         ("parallel.schedule names no schedule: there is no file 'none.csv' (--set parallel.schedule)",
-         "check the path; it is taken from the current folder")]
+         "check the path; relative paths start at the current folder")]
     Path("bad.csv").write_text("0F0,0X0\n")
     [(what, hint)] = refused(*settings("parallel.schedule=bad.csv", "parallel.update_every=2"))
     assert what.startswith("parallel.schedule names no schedule: '0X0' in cell 2 of rank 0 is no")

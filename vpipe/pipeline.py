@@ -542,7 +542,7 @@ def _slow(schedule: Schedule, corrected: bool) -> Iterator[str]:
 
 def _check_batches(batches: object) -> None:
     if isinstance(batches, Mapping):
-        raise UserError("batches is one batch", hint="give a list, or what else yields batches: [batch]")
+        raise UserError("batches is one batch", hint="give a list of batches, or another iterable: [batch]")
     if isinstance(batches, (str, bytes, Tensor)) or not isinstance(batches, Iterable):
         hint = "give what yields batches, each a dict of tensors: a list, a DataLoader, a generator"
         if callable(batches) and not isinstance(batches, type):

@@ -56,7 +56,7 @@ def test_alone(environment: dict[str, str]) -> None:
 def test_a_process_that_may_have_been_meant_to_run_alone_is_told_what_made_it_a_rank(
         scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone_hint({"RANK": "0", "WORLD_SIZE": "2"}).startswith("RANK=0 and WORLD_SIZE=2 make this process a rank")
-    assert alone_hint(SRUN).startswith("SLURM_STEP_NUM_TASKS=4 makes this process a rank of 4: to run it alone, unset")
+    assert alone_hint(SRUN).startswith("SLURM_STEP_NUM_TASKS=4 makes this process a rank of 4: to run the process")
     scontrol(GOOD)
     task = RankEnvironment.parse({**SRUN, "SLURM_PTY_PORT": "40123"})  # of a step that a shell of --pty has started
     assert task is not None

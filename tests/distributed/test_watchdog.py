@@ -29,7 +29,7 @@ def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) ->
     for rank in (0, 1, 3):
         assert ranks.end_of(rank) == (
             f"error: rank 2 (stage 2) on b died without a message; rank {rank} (stage {rank}) on {'ab'[rank // 2]} was "
-            f"at work (rank {rank}, peer rank 2)\nhint: see what it printed, or its log; a process that is "
+            f"at work (rank {rank}, peer rank 2)\nhint: see the rank's output or log; a process that is "
             "killed prints nothing (Linux kills one when memory runs out)")
     assert sorted(ranks.broken_off) == [0, 1, 3]  # so that the main thread raises, if it can
 

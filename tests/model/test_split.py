@@ -97,9 +97,9 @@ def test_a_weight_tied_across_stages_is_borrowed_from_the_first_that_uses_it(
 @pytest.mark.parametrize(("partition", "text"), [
     ([3, 0, 3], "error: partition [3, 0, 3] has an empty stage\nhint: give every stage at least one layer"),
     ([4, 4], "error: partition [4, 4] adds up to 8 layers, but the model has 6\n"
-             "hint: change it by -2 so that it adds up to 6"),
+             "hint: change an entry by -2, so that they add up to 6"),
     ([], "error: partition [] adds up to 0 layers, but the model has 6\n"
-         "hint: change it by +6 so that it adds up to 6")])
+         "hint: change an entry by +6, so that they add up to 6")])
 def test_a_partition_that_does_not_fit_says_both_numbers(partition: list[int], text: str) -> None:
     assert refusal(SKIPPING.split, partition) == text
 

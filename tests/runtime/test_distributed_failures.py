@@ -51,7 +51,7 @@ def test_a_pause_is_survived_and_a_killed_rank_named_by_all(four: World) -> None
         error = run_error(four.outcome(rank, 10))
         assert re.search(rf"^error: rank 2 \(stage 2\) died without a message; rank {rank} \(stage {rank}\) was "
                          rf"{TRANSFER} with rank [0-3] \(stage [0-3]\) \(rank {rank}, ", error["text"]), error["text"]
-        assert error["text"].endswith("\nhint: see what it printed, or its log; a process that is killed prints "
+        assert error["text"].endswith("\nhint: see the rank's output or log; a process that is killed prints "
                                       "nothing (Linux kills one when memory runs out)")
         assert (error["rank"], error["peer"]) == (rank, 2)
 
@@ -119,7 +119,7 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
     assert re.search(r"for what each has from rank 0 \(stage 0\); rank 0 "
                      r"\(stage 0\) (has been outside of the pipeline, in the program that runs it, for \d+\.?\d* s: "
                      r"the slow one|is busy, with nothing for long) \(rank 1, ", waiting["text"])
-    assert "see what it printed, or its log; a slow start needs a larger timeout_s" in waiting["text"]
+    assert "see the rank's output or log; a slow start needs a larger timeout_s" in waiting["text"]
 
 
 def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) -> None:

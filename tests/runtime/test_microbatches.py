@@ -187,10 +187,10 @@ def test_a_later_batch_may_be_at_fault() -> None:
            (7, "4 or 8"), (3, "4"))),
     ([torch.zeros(4), torch.zeros(4)],
      "error: a batch is list, not a dict of tensors\n"
-     "hint: name what it holds: ({'x': batch[0], 'y': batch[1]} for batch in batches)"),
+     "hint: name the fields: ({'x': batch[0], 'y': batch[1]} for batch in batches)"),
     (torch.zeros(4), "error: a batch is Tensor, not a dict of tensors\n"
-                     "hint: name what it holds: {'x': ..., 'y': ...}"),
-    (None, "error: a batch is NoneType, not a dict of tensors\nhint: name what it holds: {'x': ..., 'y': ...}"),
+                     "hint: name the fields: {'x': ..., 'y': ...}"),
+    (None, "error: a batch is NoneType, not a dict of tensors\nhint: name the fields: {'x': ..., 'y': ...}"),
     ({}, "error: a batch holds [], but not ['x', 'y']\nhint: give every batch the fields ['x', 'y']"),
     ({1: 2, "x": 3}, "error: a batch holds [1, 'x'], but not ['y']\nhint: give every batch the fields ['x', 'y']"),
     ({"x": torch.zeros(()), "y": torch.zeros(2)}, "error: the field 'x' of a batch is a tensor without dimensions\n"

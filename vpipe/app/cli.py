@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
                   "check that a few training steps of a config give the same numbers as plain PyTorch")
     add_config(verify)
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare (default: 3; a schedule "
-                        "without a flush runs more if it needs them to use every weight version)")
+                        "without a flush may run more, so that every weight version is used)")
     verify.add_argument("--device", default="cpu", metavar="DEVICE",
                         help="compute on the processors, where the numbers are equal to the last bit (cpu, default), "
                         "or on a GPU that all ranks share (cuda, or another kind that torch has)")
@@ -189,12 +189,12 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--all", action="store_true", help="compare all schedules in one table")
     schedule.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline, where replicas count as one; "
                           "each holds one stage, or as many as --chunks or the schedule says")
-    schedule.add_argument("--microbatches", type=int, metavar="M", help="microbatches per update of a schedule with a "
-                          "flush, in all of one without")
+    schedule.add_argument("--microbatches", type=int, metavar="M", help="microbatches per update; of a schedule "
+                          "without a flush, all microbatches")
     schedule.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
     _add_slices(schedule)
-    schedule.add_argument("--widths", metavar="W,W,...", help="replicas at each of the P positions, such as 2,1; one "
-                          "number is for all positions")
+    schedule.add_argument("--widths", metavar="W,W,...", help="replicas at each of the P positions, such as 2,1; a "
+                          "single number holds for all positions")
     schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update and replica, of a "
                           "schedule without a flush")
     schedule.add_argument("--warmup-depth", dest="warmup", metavar="D,D,...", help="forwards of each "

@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?\d")  # --costs -1,1,1 is a value, and a wrong one
 
     def error(self, message: str) -> NoReturn:
-        self._refuse(message, f"{self.prog} --help says how")
+        self._refuse(message, f"run {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = super().parse_known_args(args, namespace)
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
                 self._refuse(f"{self.prog} has no '{option}' any more", remedy)
             remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
             self._refuse(f"{self.prog} knows no '{option}'",
-                         remedy if option.startswith("-") else f"{self.prog} --help says how")
+                         remedy if option.startswith("-") else f"run {self.prog} --help")
         return known, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

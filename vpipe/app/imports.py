@@ -50,7 +50,7 @@ def _import_file(path: Path) -> None:
                         hint="name a file such as my_models.py: letters, digits and _, and .py at the end")
     if not path.is_file():
         raise UserError(f"--import is given '{path}', but there is no such file",
-                        hint="check the path; it is taken from the current folder")
+                        hint="check the path; relative paths start at the current folder")
     name, file = path.stem, Path(os.path.abspath(path))
     known = sys.modules.get(name)
     other = getattr(known, "__file__", None) if known is not None else getattr(find_spec(name), "origin", None)

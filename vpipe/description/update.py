@@ -104,10 +104,9 @@ class Update:
 def _check_optimizer(given: Arguments, optimizer: object) -> None:
     import torch  # here, for a config is read without torch
 
-    hint = "give a function that makes it: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+    hint = "give a function that makes one: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
     made = optimizer[0] if isinstance(optimizer, (list, tuple)) and optimizer else optimizer
     if isinstance(made, torch.optim.Optimizer):
-        given.refuse(f"optimizer is {shown(made)}, which was made already: of other tensors than those that the stages "
-                     "train", hint)
+        given.refuse(f"optimizer is {shown(made)}, which holds other tensors than the stages train", hint)
     elif not isinstance(optimizer, FromNamed):
         given.function("optimizer", optimizer, 1, hint)

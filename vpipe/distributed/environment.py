@@ -218,13 +218,13 @@ def alone_hint(environment: Mapping[str, str]) -> str:
     starter = environment.get(RankEnvironment.STARTER, "its starter")
     if starter == "srun" or ("SLURM_STEP_ID" in environment and "RANK" not in environment):
         tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
-        return (f"SLURM_STEP_NUM_TASKS={tasks} makes this process a rank of {tasks}: to run it alone, unset "
+        return (f"SLURM_STEP_NUM_TASKS={tasks} makes this process a rank of {tasks}: to run the process alone, unset "
                 "SLURM_STEP_ID, or ask for a shell with srun --ntasks 1 --pty")
     if starter != "its starter" or "TORCHELASTIC_RUN_ID" in environment or "RANK" not in environment:
         return ""
     rank, ranks = environment["RANK"], environment["WORLD_SIZE"]
-    return (f"RANK={rank} and WORLD_SIZE={ranks} make this process a rank of {ranks}: to run it alone, unset both; "
-            "where they count hosts, start with torchrun")
+    return (f"RANK={rank} and WORLD_SIZE={ranks} make this process a rank of {ranks}: to run the process alone, unset "
+            "both; if they count hosts, start with torchrun")
 
 
 def _restarts(environment: Mapping[str, str], starter: str) -> int:

@@ -42,7 +42,7 @@ class Fault:
     def ended(cls, *ranks: int) -> Fault:
         """Build the fault of processes that are gone and did not report why."""
         return cls(ranks, "died without a message",
-                   "see what it printed, or its log; a process that is killed prints nothing (Linux kills one when "
+                   "see the rank's output or log; a process that is killed prints nothing (Linux kills one when "
                    "memory runs out)")
 
     @classmethod
@@ -56,15 +56,15 @@ class Fault:
         """Build the fault of processes that never connected; ``refused``: processes that had another key."""
         return cls(ranks, f"did not join within {seconds:g} s"
                    + (f" (refused {refused} that did not know this run's secret)" if refused else ""),
-                   "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
-                   "the others elsewhere" + (", or has another VPIPE_SECRET" if refused else "")
+                   "see the rank's output or log: the rank ended, is slow to start (then raise timeout_s), or looks "
+                   "for the others elsewhere" + (", or has another VPIPE_SECRET" if refused else "")
                    + (f"; {alone}" if (alone := alone_hint(os.environ)) else ""))
 
     @classmethod
     def busy(cls, rank: int) -> Fault:
         """Build the fault of a process that is alive, waits for nobody and does not do what another waits for."""
         return cls((rank,), "is running but did not answer in time",
-                   "a rank is stuck or much slower than the others: see what it printed, or its log; a slow start "
+                   "a rank is stuck or much slower than the others: see the rank's output or log; a slow start "
                    "needs a larger timeout_s")
 
     @classmethod
@@ -78,7 +78,7 @@ class Fault:
         """Build the fault of a connection that broke although both processes are alive; None: that with all others."""
         whom, between = ("the others", "them") if by is None else (f"rank {by}", "the two")
         return cls((rank,), f"lost its connection with {whom}",
-                   f"see what it printed, or its log, and look at the network between {between}")
+                   f"see the rank's output or log, and look at the network between {between}")
 
     @classmethod
     def left(cls, rank: int) -> Fault:

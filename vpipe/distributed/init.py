@@ -129,7 +129,7 @@ def _meet(timing: WatchdogTiming) -> Rendezvous:
                            hint="give the run a free port: torchrun's --master-port, MASTER_PORT, or "
                            "parallel.master_port of a config") from error
         raise RunError(f"rank {rank} on {_host()} could not reach rank 0 at {address}:{port} within "
-                       f"{timing.join_s:g} s", hint="rank 0 ended or is slow to start: see what it printed; or another "
+                       f"{timing.join_s:g} s", hint="rank 0 ended or is slow to start: see its output; or another "
                        "address, an interface or a firewall is in the way" + (
                            f"; {alone}" if (alone := alone_hint(os.environ)) else ""), rank=rank, peer=0) from error
     _met = met

@@ -333,7 +333,7 @@ def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Pro
                               "a tie points to '<earlier layer>.<parameter>'")
     if LOSS not in layers[-1].outputs:
         yield Problem(f"the last layer '{layers[-1].name}' does not write 'loss'",
-                      f"it writes {list(layers[-1].outputs)}: name one of its outputs 'loss'")
+                      f"the layer writes {list(layers[-1].outputs)}: name one of its outputs 'loss'")
     fields = {name for layer in layers for name in layer.inputs}
     for name in batch:
         if name not in fields:

@@ -46,7 +46,7 @@ def divide(layers: Sequence[Layer], fields: Sequence[str], partition: Sequence[i
         raise UserError(f"partition {list(partition)} has an empty stage", hint="give every stage at least one layer")
     if (left := len(layers) - sum(partition)) != 0:
         raise UserError(f"partition {list(partition)} adds up to {counted(sum(partition), 'layer')}, but the model has "
-                        f"{len(layers)}", hint=f"change it by {left:+d} so that it adds up to {len(layers)}")
+                        f"{len(layers)}", hint=f"change an entry by {left:+d}, so that they add up to {len(layers)}")
     spans, crossing = ranges(partition), crossings([(layer.inputs, layer.outputs) for layer in layers])
     stage_of = {layers[i].name: stage for stage, span in enumerate(spans) for i in span}
     specs = []

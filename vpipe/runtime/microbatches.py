@@ -22,8 +22,8 @@ from vpipe.schedules.assignment import Assignment
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
 
-PER_SAMPLE = ("dimension 0 of every field counts the samples: pad what differs from sample to sample, such as the "
-               "edges of graphs, and expand what all have in common")
+PER_SAMPLE = ("dimension 0 of every field counts the samples: pad fields that differ from sample to sample, such as "
+              "the edges of graphs, and expand a field that all have in common")
 
 _END: Batch = {}
 """The end of the batches."""
@@ -275,10 +275,10 @@ class MicrobatchLoader:
         """Return the fields of a batch; refuse one that lacks a field or cannot be cut as it should be."""
         if not isinstance(batch, Mapping):
             names = ", ".join(f"{name!r}: ..." for name in self._fields)
-            hint = f"name what it holds: {{{names}}}"
+            hint = f"name the fields: {{{names}}}"
             if isinstance(batch, (list, tuple)) and len(batch) == len(self._fields) > 1:
                 names = ", ".join(f"{name!r}: batch[{i}]" for i, name in enumerate(self._fields))
-                hint = f"name what it holds: ({{{names}}} for batch in batches)"
+                hint = f"name the fields: ({{{names}}} for batch in batches)"
             raise UserError(f"a batch is {type(batch).__name__}, not a dict of tensors", hint=hint)
         missing = [name for name in self._fields if name not in batch]
         if missing:

@@ -144,8 +144,8 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
     try:
         content = read_bounded(path, LARGEST_BYTES, "a schedule of a pipeline")
     except FileNotFoundError:
-        raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current "
-                        "folder") from None
+        raise UserError(f"there is no file '{path}'", hint="check the path; relative paths start at the "
+                        "current folder") from None
     except OSError as error:
         raise UserError(f"the file '{path}' cannot be read: {error.strerror}",
                         hint="give a readable CSV file") from None

@@ -75,8 +75,9 @@ def test_a_file_that_exists_comes_first(name: str) -> None:
     ("mine", "there is no file 'mine', and no config of that name comes with vpipe: bert_",
      "name a YAML file, or one of these; vpipe configs explains them"),
     ("configs/gpt_small.yaml", "there is no file 'configs/gpt_small.yaml'",
-     "check the path; it is taken from the current folder; a config 'gpt_small' comes with vpipe: write gpt_small"),
-    ("mine.yaml", "there is no file 'mine.yaml'", "check the path; it is taken from the current folder"),
+     "check the path; relative paths start at the current folder; a config 'gpt_small' comes with vpipe: write "
+     "gpt_small"),
+    ("mine.yaml", "there is no file 'mine.yaml'", "check the path; relative paths start at the current folder"),
 ])
 def test_unknown_names_are_refused(path: str, what: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -203,7 +203,7 @@ def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -
     positions = options.stages if len(widths) <= 1 or options.stages is not None else len(widths)
     for option, value in (("--stages", positions), ("--microbatches", options.microbatches)):
         if value is None:
-            raise UserError(f"{option} is missing", hint="say how large: --stages 4 --microbatches 8")
+            raise UserError(f"{option} is missing", hint="give the size: --stages 4 --microbatches 8")
     for option, value in (("--stages", options.stages), ("--microbatches", options.microbatches),
                           ("--chunks", options.chunks), ("--update-every", options.update_every),
                           ("--memory", options.memory)):

@@ -162,7 +162,7 @@ class DatasetSection(Section):
     source_language: Name | None = Field(None, description=(
         "language that pairs are translated from, where a data set has several; null takes the data set's first"))
     target_language: Name | None = Field(None, description=(
-        "language that pairs are translated into; null takes the other one, of catalogues the one with the most messages"))
+        "language that pairs are translated into; null: the other one, of catalogues the one with the most messages"))
     num_workers: int = Field(0, ge=0, le=1024, description=(
         "batches that a thread prepares ahead on each rank that reads data; 0 prepares each batch when needed"))
     samples: int | None = Field(None, ge=1, le=10**12, description=(

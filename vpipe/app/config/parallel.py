@@ -148,8 +148,8 @@ class ParallelSection(Section):
         "bytes that a rank may use where something is auto, also as 8GiB or 500MB; null takes the device's memory, on "
         "a CPU the host's divided by its ranks"))
     plan: FilePath | None = Field(None, description=(
-        "plan file of vpipe plan, relative to the current folder; the plan gives partition, recompute, stage_to_rank_map, "
-        "schedule, update_every, warmup_depth, tensor, zero1 and training.num_microbatches"))
+        "plan file of vpipe plan, relative to the current folder; the plan gives partition, recompute, "
+        "stage_to_rank_map, schedule, update_every, warmup_depth, tensor, zero1 and training.num_microbatches"))
     update_every: int | None = Field(None, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
         "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes all of a batch where "
         "training.num_microbatches is null, else the smallest possible number"))

@@ -44,7 +44,7 @@ def find_config(path: Path) -> Path:
         return path
     if path.suffix in ENDINGS or path.name != str(path):
         raise UserError(f"there is no file '{path}'", where=str(path),
-                        hint="check the path; it is taken from the current folder"
+                        hint="check the path; relative paths start at the current folder"
                         + (f"; a config '{name}' comes with vpipe: write {name}" if name in shipped else ""))
     hint = nearest(name, list(shipped))
     hint = hint if hint.endswith("?") else "name a YAML file, or one of these; vpipe configs explains them"

@@ -199,7 +199,7 @@ def _read(path: Path, language: str, most_bytes: int, most_values: int) -> Tree:
     try:
         text = files.read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current folder",
+        raise UserError(f"there is no file '{path}'", hint="check the path; relative paths start at the current folder",
                         where=str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the file '{path}' cannot be read: {error}", hint="give a readable UTF-8 text file",

@@ -276,7 +276,7 @@ def _directory(flat: FlatConfig, tree: Tree, folder: Path) -> Path:
             return candidate
     looked = " and ".join(dict.fromkeys(f"'{candidate}'" for candidate in candidates))
     raise UserError(f"there is no directory '{flat.directory}'",
-                    hint=f"looked for {looked}: it is taken from this file's folder, or the current one",
+                    hint=f"looked for {looked}: a path starts at this file's folder, or the current one",
                     where=tree.where(("directory",)))
 
 

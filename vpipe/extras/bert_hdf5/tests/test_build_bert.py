@@ -59,9 +59,9 @@ def test_nothing_is_left_when_the_text_is_at_fault(wanted: BertTextSettings, tmp
 
 @pytest.mark.parametrize(("arguments", "what", "hint"), [
     (["bild"], "vpipe data has no command 'bild'", "known names: build-bert"),
-    ([], "the following arguments are required: COMMAND", "vpipe data --help says how"),
+    ([], "the following arguments are required: COMMAND", "run vpipe data --help"),
     (["build-bert", "--out", "o", "--seed", "x"], "argument --seed: invalid int value: 'x'",
-     "vpipe data build-bert --help says how"),
+     "run vpipe data build-bert --help"),
     (["build-bert", "--out", "o", "--text", "none"], "none does not exist",
      "name a file or a folder of *.txt files"),
     (["build-bert", "--out", "."], "the output folder . holds 1 entries",
