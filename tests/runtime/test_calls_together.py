@@ -3,8 +3,8 @@ of them, at once, after which the next call works."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from functools import partial
 from functools import partial
 from itertools import combinations
 from pathlib import Path
