@@ -102,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     add_config(train, needed=False)
     train.add_argument("--resume", type=Path, metavar="RUN", help="resume from the newest checkpoint in this run "
                        "folder, or from this checkpoint; without CONFIG the run's own config is used")
+    train.add_argument("--data", type=Path, metavar="PATH", help="resume with these data, which may differ from those "
+                       "of the checkpoint; texts are cut into the run's own tokens")
     train.add_argument("--restarts", type=int, metavar="N", help="restart a failed run from its newest checkpoint up "
                        "to N times (default: 0)")
 

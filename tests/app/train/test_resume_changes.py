@@ -108,7 +108,7 @@ def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) 
     (["training.seed=1"], ["training.seed is 1, but the checkpoint was made with 0"]),
     (["dataset.batch_size=4", "training.optimizer=sgd"],
      ["dataset.batch_size is 4, but", "training.optimizer is 'sgd'"]),
-    (["dataset.samples=72"], ["the data are not those of the checkpoint: their fingerprint is "]),
+    (["dataset.samples=72"], ["the data are not those of the checkpoint: training samples 64 -> 72, "]),
     (["model.hidden_size=32"], ["the checkpoint of step 1 is of another model: '"]),
     (["model.num_heads=4"], ["the checkpoint is of another model: num_attention_heads is 4, not 2"]),
 ])

@@ -39,7 +39,7 @@ def run_export(options: argparse.Namespace) -> None:
     folder = checkpoints_in(options.folder)[-1]
     manifest = Manifest.load(folder)
     named = options.format in ("huggingface", "peft")
-    found = CheckpointModel.from_manifest(manifest, folder) if named or (
+    found = CheckpointModel.from_manifest(manifest, folder, options.folder) if named or (
         options.format == "torch" and has_model(manifest)) else None
     huggingface = _names_of(found.name) if named and found is not None else None
     adapters = adapter_names(manifest.tensors)
@@ -64,7 +64,7 @@ def run_export(options: argparse.Namespace) -> None:
         export_peft(weights, lora, huggingface, found.settings, out)
         load = f"peft.PeftModel.from_pretrained(base, {str(out)!r})"
     elif huggingface is not None and found is not None:
-        tokenizer, note = data_tokenizer(manifest)
+        tokenizer, note = data_tokenizer(manifest, folder, options.folder)
         if note:
             print(f"note: no tokenizer goes with it: {note}")
         end = None if tokenizer is None or huggingface.special else end_token(load_tokenizer(tokenizer))

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from vpipe.app.command_line import Setting
@@ -16,7 +17,7 @@ from vpipe.app.config.formats import ADDITIONS
 from vpipe.app.imports import import_files
 from vpipe.app.launch.restart import Starter
 from vpipe.app.progress import byte_progress
-from vpipe.app.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
+from vpipe.app.train.resume import ResumePoint, absolute_path, data_settings, find_resume_point, resumed_config
 from vpipe.app.train.run_folder import CONFIG, unlock_runs
 from vpipe.checkpoint import Checkpoint
 from vpipe.distributed import RankEnvironment
@@ -40,6 +41,11 @@ def _train(options: argparse.Namespace) -> None:
     try:
         import_files(options.imports)
         start = _resume_point(options)
+        if options.data is not None and start is None:
+            raise UserError("--data is given without --resume", hint=f"write --set dataset.path={options.data}")
+        if options.data is not None and start is not None:
+            options.settings = [*data_settings(start.folder, options.data), *options.settings]
+            start = replace(start, other_data=True)
         if {"RANK", "SLURM_PROCID"} & os.environ.keys():
             container, address, port = _meeting_keys(options, start)
     except VpipeError as error:

@@ -21,6 +21,7 @@ from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived, drop_ran
 from vpipe.app.config.formats import check_form, formats_of
 from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.options import OPTIONS, option_problems
+from vpipe.app.config.origin import find_files
 from vpipe.app.config.parallel import ParallelSection, used_codecs
 from vpipe.app.config.shipped import find_config
 from vpipe.app.config.unread import unread_problems
@@ -452,7 +453,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
         overrides: values of ``--set``, such as ``training.learning_rate=3e-4``; of a file in another form
             (:mod:`vpipe.app.config.formats`) its own keys, too.
         resolved: the file is the config of a run, which has every key; keys that derive from an overridden key are
-            derived anew.
+            derived anew. Its paths are found from any folder (:func:`~vpipe.app.config.origin.find_files`).
         started: whether torchrun or srun start the ranks, and not ``vpipe train``; None if either may.
 
     Raises:
@@ -480,6 +481,8 @@ def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
             settings = [(key, part) for key, part in settings if key not in form.keys]
             tree = form.to_native(tree, file.parent, shipped=file != path)
     check_form(tree)
+    if resolved:
+        find_files(tree, file.parent)
     if resolved and tree.get(("model", "lora", "targets")) == []:
         tree.drop(("model", "lora", "targets"))  # it meant all once
     if resolved and settings:

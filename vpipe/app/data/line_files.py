@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import zlib
 from codecs import BOM_UTF8
@@ -34,7 +35,8 @@ def line_files(path: Path, suffixes: Sequence[str], holds: str) -> list[Path]:
     """
     kinds = " or ".join(f"*{suffix}" for suffix in suffixes)
     if not path.exists():
-        raise UserError(f"{path} does not exist", hint=f"name a file or a folder of {kinds} files")
+        raise UserError(f"{path} does not exist", where=f"looked for '{os.path.abspath(path)}'",
+                        hint=f"name a file or a folder of {kinds} files; for a run that has begun, as --data PATH")
     if not path.is_dir():
         if not path.is_file() or not path.name.endswith(tuple(suffixes)):
             raise UserError(f"{path} is no {kinds} file", hint="name one, or a folder that holds some")

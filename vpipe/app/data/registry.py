@@ -71,7 +71,7 @@ def files_read(name: str) -> tuple[str, ...]:
 def keys_read(name: str) -> Collection[str]:
     """Return the keys of a config that a data set reads; raises as :func:`dataset_named`."""
     dataset_named(name)
-    return _reads[name]
+    return vpipe.app.data.READS.get(name, _reads[name])
 
 
 @cache

@@ -26,11 +26,19 @@ LARGEST_VOCAB_SIZE = 1 << 24
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer that neither truncates nor pads, whatever the file states. Raises :class:`UserError`."""
-    from tokenizers import Tokenizer
+    """Load a tokenizer that neither truncates nor pads, whatever the file states. Raises :class:`UserError`.
+
+    A file ``*.txt`` has BERT's words, one per line; texts are made lower-case unless one of these has a capital.
+    """
+    from tokenizers import BertWordPieceTokenizer, Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(files.read_bounded(path, _MOST_BYTES, "a tokenizer"))
+        content = files.read_bounded(path, _MOST_BYTES, "a tokenizer")
+        if path.suffix == ".txt":
+            words = content.decode().splitlines()
+            content = BertWordPieceTokenizer({word: number for number, word in enumerate(words)}, lowercase=all(
+                word == word.lower() for word in words if word not in SPECIAL)).to_str().encode()
+        tokenizer = Tokenizer.from_buffer(content)
     except UserError:
         raise
     except BaseException as error:  # the package raises bare Exception for every mistake, or panics

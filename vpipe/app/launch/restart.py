@@ -79,6 +79,7 @@ def restart_point(run: Path, start: ResumePoint | None, attempt: str, what: str)
         what: failed.
     """
     point = _newest_intact(run) or ResumePoint(run, None if start is None else start.checkpoint)
+    point = replace(point, other_data=start is not None and start.other_data)
     where = "starting from the beginning, since there is no checkpoint yet" if point.manifest is None else \
         f"going on from step {point.manifest.step}"
     print(f"{attempt}: {what}; {where}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vpipe import Model
 from vpipe.app.config.config import Config, ModelSection
+from vpipe.app.config.origin import MODEL_CONFIG, TOKENIZER, kept_file
 from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.families.registry import Family, ModelSettings, family_named
@@ -44,8 +45,8 @@ class CheckpointModel:
     settings: ModelSettings
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest, folder: Path) -> CheckpointModel:
-        """Read the ``model`` section of the config in the manifest of the checkpoint in ``folder``.
+    def from_manifest(cls, manifest: Manifest, folder: Path, run: Path | None = None) -> CheckpointModel:
+        """Read the ``model`` section of the config in the manifest of the checkpoint in ``folder``, of a ``run``.
 
         Raises:
             UserError: the section is missing or wrong.
@@ -55,8 +56,10 @@ class CheckpointModel:
                             hint="export it as safetensors or torch; only a run of 'vpipe train' knows the family's "
                             "names")
         section = validated(ModelSection, parse(manifest.config, "", WHERE).at(("model",)))
-        if section.config_file is not None and not section.config_file.is_file() and (folder / _COPY).is_file():
-            section = section.model_copy(update={"config_file": folder / _COPY})
+        if section.config_file is not None:
+            file = kept_file(MODEL_CONFIG, manifest, folder, run, section.config_file)
+            places = (file or section.config_file, folder / MODEL_CONFIG)  # the latter of an import
+            section = section.model_copy(update={"config_file": next(filter(Path.is_file, places), places[0])})
         return cls(section.name, model_settings(section))
 
     @property
@@ -66,10 +69,6 @@ class CheckpointModel:
     def model(self) -> Model:
         """Return the layers of the model, not materialized."""
         return self.family.model(self.settings)
-
-
-_COPY = "config.json"
-"""Name of the Hugging Face config that an import leaves in a checkpoint."""
 
 
 def has_model(manifest: Manifest) -> bool:
@@ -91,9 +90,11 @@ def checkpoint_config(manifest: Manifest) -> Config | None:
     return validated(Config, content, context=CHECKED) if content.get(("training",)) is not None else None
 
 
-def data_tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
-    """Return the tokenizer of the data that a run trained on, or why there is none."""
+def data_tokenizer(manifest: Manifest, checkpoint: Path, run: Path) -> tuple[Path | None, str]:
+    """Return the tokenizer of the data that the ``run`` of a checkpoint trained on, or why there is none."""
     try:
+        if (kept := kept_file(TOKENIZER, manifest, checkpoint, run)) is not None:
+            return kept, ""
         config = checkpoint_config(manifest)
         if config is None or not manifest.data:
             return None, "no run made this checkpoint"

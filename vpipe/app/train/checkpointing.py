@@ -16,10 +16,11 @@ from types import TracebackType
 from torch import Tensor
 
 from vpipe import Pipeline
+from vpipe.app.config.origin import KEPT_BY_RUN, RUN, digests_of_copies
 from vpipe.app.families.lora import base_names, is_adapter
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.observers import Run
-from vpipe.app.train.resume import RUN, lacks_adapters
+from vpipe.app.train.resume import lacks_adapters
 from vpipe.app.train.run_folder import checkpoints_root
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest, Saver
 from vpipe.distributed import RankEnvironment, exchange, watch
@@ -97,7 +98,8 @@ class Checkpointing:
             return
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
-        self._data = job.fingerprint() if run.pipe.rank == 0 else ""
+        first = run.pipe.rank == 0
+        self._data, self._kept = (job.fingerprint(), digests_of_copies(run.folder)) if first else ("", {})
         self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
 
     def _open_saver(self, root: Path) -> Saver:
@@ -194,7 +196,8 @@ class Checkpointing:
     def _about(self) -> Manifest:
         job, pipe = self._job, self._run.pipe
         position = pipe.position
-        arrangement = {**pipe.arrangement, "drained": not job.schedule.flush, RUN: os.path.abspath(self._run.folder)}
+        arrangement = {**pipe.arrangement, "drained": not job.schedule.flush, RUN: os.path.abspath(self._run.folder),
+                       KEPT_BY_RUN: self._kept}
         return Manifest(position.steps, position.samples, job.config.training.seed, self._data, self._config,
                         arrangement, position.as_numbers(pipe.microbatches))
 

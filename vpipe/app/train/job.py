@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +22,10 @@ from torch.distributed.tensor import Replicate, Shard
 from vpipe import Cut, Execution, Model, Plan, Update, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
+from vpipe.app.config.origin import MODEL_CONFIG, ORIGIN, SCHEDULE, TOKENIZER, read_origin
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
+from vpipe.app.data.tokenizers import load_tokenizer
 from vpipe.app.families.experts import BALANCE
 from vpipe.app.families.registry import family_named
 from vpipe.app.families.tensor_parallel import TensorMesh, parallel, problems
@@ -28,7 +34,7 @@ from vpipe.app.train.event_writers import check_installed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
 from vpipe.app.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
 from vpipe.app.train.profile_cache import cached, to_stderr
-from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
+from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder, replace_text
 from vpipe.app.visualize.advice import Advice
 from vpipe.description import Description
 from vpipe.distributed import RankEnvironment
@@ -36,7 +42,7 @@ from vpipe.errors import UserError
 from vpipe.plan import Profile
 from vpipe.plugins import PluginGroup
 from vpipe.runtime import check_slices, prepare_schedule
-from vpipe.schedules import Schedule
+from vpipe.schedules import CsvFile, Schedule
 
 OBSERVERS = PluginGroup("vpipe.observers", "observer")
 """The group of entry points, see :mod:`vpipe.app.train.observers`."""
@@ -172,6 +178,31 @@ class Job:
             profile = cached(self.plan.profile, self.config.dataset.cache_directory, lambda line: None)
             if profile is not None and profile.identity.model == model_digest(self):
                 self.with_correction(profile).save(folder / PROFILE)
+
+    def keep_files(self, folder: Path) -> None:
+        """Copy into the run folder the tokenizer and what else it needs; write where it is started, with which data."""
+        schedule = self.config.parallel.schedule
+        sources = {TOKENIZER: self.tokenizer_path, MODEL_CONFIG: self.config.model.config_file,
+                   SCHEDULE: Path(schedule) if CsvFile.is_path(schedule) else None}
+        origin = {"folder": os.getcwd(), "host": socket.gethostname(), "run": os.path.abspath(folder),
+                  **read_origin(folder), "data": self.data_facts}
+        try:
+            for name, source in sources.items():
+                if source is not None:
+                    words = source.suffix == ".txt"  # which others read as a tokenizer.json
+                    replace_text(folder / name, load_tokenizer(source).to_str() if words else source.read_bytes())
+            replace_text(folder / ORIGIN, json.dumps(origin, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
+                            hint="make it writable, or make room") from None
+
+    @cached_property
+    def data_facts(self) -> dict[str, Any]:
+        """What a run keeps of its data, to say later what differs."""
+        path = self.config.dataset.path
+        return {"path": None if path is None else os.path.abspath(path),
+                "training samples": self.dataset.samples("train"), "held-out samples": self.dataset.samples("test"),
+                "tokens in the vocabulary": self.config.model.vocab_size, "fingerprint": self.fingerprint()}
 
     def with_correction(self, profile: Profile) -> Profile:
         """Return a profile that says whether this job extrapolates its steps, who steps, and whether an average follows
@@ -457,7 +488,7 @@ def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:
 
 
 def new_run(job: Job) -> Path:
-    """Make and lock the folder of a new run; write its config and plan into it.
+    """Make and lock the folder of a new run; write its config, its plan and what else it needs into it.
 
     Raises:
         UserError: see :func:`~vpipe.app.train.run_folder.make_run_folder`.
@@ -466,5 +497,6 @@ def new_run(job: Job) -> Path:
     folder = make_run_folder(config.log_directory, config.resolved_yaml(),
                              saving.directory if saving.makes_any else None)
     lock_run(folder)
+    job.keep_files(folder)
     job.keep_plan(folder)
     return folder

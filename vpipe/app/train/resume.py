@@ -24,9 +24,11 @@ from vpipe.app.config.config import (
     flatten,
     load_config,
 )
+from vpipe.app.config.origin import PATHS, RUN, TOKENIZER, read_origin
 from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import describe, parse
 from vpipe.app.data.dataset import Tokenized
+from vpipe.app.data.registry import keys_read
 from vpipe.app.families.lora import is_adapter
 from vpipe.app.run_log import PastMetrics, RunLog
 from vpipe.app.train.run_folder import (
@@ -47,9 +49,6 @@ if TYPE_CHECKING:
 
 IMPORTED = "imported"
 """Entry of the arrangement of a checkpoint that no run made: it has weights, and no past."""
-
-RUN = "run"
-"""Entry of a checkpoint's arrangement: the folder of the run that made it."""
 
 _BINDING = {"training.seed": "the initial weights, dropout and the order of the data follow from it",
             "dataset.batch_size": "which samples are done follows from it",
@@ -75,6 +74,7 @@ class ResumePoint:
     folder: Path | None  # None for a new run that takes a checkpoint from elsewhere
     checkpoint: Path | None  # None for the beginning, when a run ended before its first checkpoint
     _loaded: Manifest | None = field(default=None, compare=False, repr=False)
+    other_data: bool = field(default=False, compare=False)  # whether the user gave data in place of the run's
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -86,6 +86,7 @@ class ResumePoint:
         if self.checkpoint is None or self._loaded is not None:
             return self._loaded
         return Checkpoint.open(self.checkpoint).manifest
+
 
 def find_resume_point(path: Path) -> ResumePoint:
     """Find the run and the checkpoint that ``--resume`` names: the folder of a run, its checkpoints, or one of them.
@@ -121,13 +122,23 @@ def absolute_path(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def run_config(folder: Path) -> Config:
+def run_config(folder: Path, settings: Sequence[str] = ()) -> Config:
     """Return the config of an attempt of a run, with what was planned for it; its rules are not checked again.
+
+    Its paths are found from any folder. ``settings``: over it, as of ``--set``, such as :func:`data_settings`.
 
     Raises:
         UserError: its ``config.yaml`` cannot be read.
     """
-    return validated(Config, config_tree(folder / CONFIG, resolved=True), context=CHECKED)
+    return validated(Config, config_tree(folder / CONFIG, settings, resolved=True), context=CHECKED)
+
+
+def data_settings(folder: Path | None, data: Path) -> list[str]:
+    """Return settings by which a run, if there is one, reads other data in its own tokens: what ``--data`` means."""
+    values = {"path": absolute_path(data)}
+    if folder and (folder / TOKENIZER).is_file() and "tokenizer" in keys_read(run_config(folder).dataset.name):
+        values["tokenizer"] = absolute_path(folder / TOKENIZER)
+    return [f"dataset.{key}={json.dumps(str(path))}" for key, path in values.items()]
 
 
 def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str],
@@ -200,7 +211,7 @@ def changed_keys(manifest: Manifest, config: Config) -> list[str]:
     had_flush = not manifest.arrangement.get("drained")
     found = []
     for key, value in _options_apart(config_row(config).items()).items():
-        if key in then and then[key] != value:
+        if key in then and then[key] != value and (key not in PATHS or key == "parallel.schedule"):
             effect = _effect(key, config, had_flush=had_flush)
             found.append(f"{key} {describe(then[key])} -> {describe(value)}" + (f" ({effect})" if effect else ""))
     return found
@@ -311,7 +322,7 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     if not evaluations or evaluations[-1][0] != steps - 1:
         return None  # a signal ended it just there
     lock_run(start.folder)
-    check_fits_job(manifest, job)
+    check_fits_job(start, job)
     done = {"max_steps": steps, "epochs": job.epochs.locate(manifest.samples).epoch}
     longer = [f"training.{key}={2 * max(limit, had)}" for key, had in done.items()
               if (limit := getattr(job.config.training, key)) is not None]
@@ -332,7 +343,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
 
     manifest, steps = start.manifest, 0
     if manifest is not None:
-        check_fits_job(manifest, job)
+        check_fits_job(start, job)
         steps = manifest.step
     if (folder := start.folder) is None:
         folder = new_run(job)
@@ -350,13 +361,15 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     attempt, last = next_attempt([folder, *roots]), RunLog(folder).last_step()
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
     moved = [name for root in roots for name in _move_later(root, steps, attempt)]
+    changed = [] if manifest is None else changed_keys(manifest, job.config) + _data_differences(folder, manifest, job)
     begin_attempt(folder, attempt, job.config.resolved_yaml(), PastMetrics.read(folder, steps).lines)
+    job.keep_files(folder)
     job.keep_plan(folder)
     if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.cut.partition:
         (folder / PLAN).unlink()  # this attempt does not follow it
     if (last is not None and last >= steps) or moved:
         print(_repeated(job.step_name, steps, last, moved, attempt), file=sys.stderr, flush=True)
-    if manifest is not None and (changed := changed_keys(manifest, job.config)):
+    if changed:
         print(f"changed since step {steps}: {'; '.join(changed)}", file=sys.stderr, flush=True)
     return folder
 
@@ -382,18 +395,20 @@ def _repeated(step: str, steps: int, last: int | None, moved: Sequence[str], att
         f" repeated; {text}"
 
 
-def check_fits_job(manifest: Manifest, job: Job) -> None:
+def check_fits_job(start: ResumePoint, job: Job) -> None:
     """Refuse a checkpoint that is not one of this model, these data and these batches.
 
     Raises:
         UserError: with what differs.
     """
+    manifest = start.manifest
+    assert manifest is not None, "there is a checkpoint"
     was = parse(manifest.config, "", "").get(("model", "name"))
     if was is not None and was != job.config.model.name:
         raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
                         hint=f"set model.name to {was}, with its sizes: vpipe checkpoint show prints them")
     manifest.check_compatible(job.base_model if lacks_adapters(manifest, job) else job.model)
-    if problems := list(_differences(manifest, job)):
+    if problems := list(_differences(start, manifest, job)):
         raise UserError.all_of(problems)
     manifest.position(job.config.microbatches)
 
@@ -404,7 +419,17 @@ def lacks_adapters(manifest: Manifest, job: Job) -> bool:
         map(is_adapter, manifest.tensors))
 
 
-def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
+def _data_differences(run: Path | None, manifest: Manifest, job: Job) -> list[str]:
+    """Return how the data differ from those of a checkpoint: ``training samples 120 -> 180``; empty if they do not."""
+    if not manifest.data or manifest.data == job.data_facts["fingerprint"]:
+        return []
+    was = {} if run is None else read_origin(run).get("data")
+    known = was if isinstance(was, dict) and was.get("fingerprint") == manifest.data else {"fingerprint": manifest.data}
+    return [f"{key} {describe(known[key])} -> {describe(value)}" for key, value in job.data_facts.items()
+            if key in known and known[key] != value]
+
+
+def _differences(start: ResumePoint, manifest: Manifest, job: Job) -> Iterator[Problem]:
     from vpipe.app.train.checkpoint_model import model_differences
     from vpipe.app.train.model_section import model_settings
 
@@ -419,11 +444,11 @@ def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
                               "vpipe checkpoint show prints it")
     if manifest.arrangement.get(IMPORTED):
         return
-    data = job.fingerprint()
-    if manifest.data and manifest.data != data:
-        yield Problem(f"the data are not those of the checkpoint: their fingerprint is {data}, it was {manifest.data} "
-                      "(a hash of the vocabulary's size, the numbers of samples and the first batch)",
-                      "set dataset.* as it was, or bring the files back")
+    if not start.other_data and (differ := _data_differences(start.folder, manifest, job)):
+        yield Problem(f"the data are not those of the checkpoint: {', '.join(differ)} (a hash of the vocabulary's "
+                      "size, the numbers of samples and the first batch)", "set dataset.* as it was, bring the files "
+                      f"back, or go on with other ones: vpipe train --resume {quote(str(start.folder or start.checkpoint))} --data "
+                      f"{quote(job.data_facts['path'] or 'PATH')}")
     at = job.epochs.locate(manifest.samples)
     size = at.samples // job.config.microbatches
     if at.done % size:

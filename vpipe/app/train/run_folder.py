@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from vpipe.app.config.origin import KEPT, ORIGIN
 from vpipe.app.run_log import METRICS, RunLog
 from vpipe.errors import UserError, counted
 
@@ -103,7 +104,7 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
     try:
         earlier = folder / EARLIER / attempt
         earlier.mkdir(parents=True)
-        for name in (CONFIG, METRICS, PLAN, PROFILE):
+        for name in (CONFIG, METRICS, PLAN, PROFILE, ORIGIN, *KEPT):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, earlier / name)
         for path in [*sorted(folder.glob("rank*.failure.json")), folder / SUMMARY, folder / RANK_TIMES,
@@ -117,11 +118,11 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
                         hint="make it writable, or make room") from None
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str | bytes) -> None:
     """Replace a file at once or not at all."""
     partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("w") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

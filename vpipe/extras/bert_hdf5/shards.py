@@ -179,7 +179,8 @@ class BertHdf5:
         self.sequence_length = first.sequence_length
         self.max_predictions = first.max_predictions
         self.vocab_size = _vocab_size(folder, [*train, *test], vocab_size)
-        self.tokenizer_path = folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
+        tokenizers = (folder / name for name in ("tokenizer.json", "vocab.txt"))
+        self.tokenizer_path = next(filter(Path.is_file, tokenizers), None)
         if samples is not None:
             before = [0, *accumulate(map(len, train))]
             train = [replace(shard, stop=min(shard.stop, shard.start + samples - rows))

@@ -46,7 +46,7 @@ def run_sample(options: argparse.Namespace) -> None:
             raise UserError(f"prompt {number} has {len(prompt):,} characters", hint=f"give at most {LONGEST_PROMPT:,}: "
                             "the model reads the last few thousand tokens at most")
     checkpoint = _find(options.folder, options.step)
-    tokenizer = _tokenizer(checkpoint, options.tokenizer)
+    tokenizer = _tokenizer(checkpoint, options.tokenizer, options.folder)
     if options.prompts is not None and not checkpoint.translates:
         prompts = [prompt for prompt in prompts if prompt.strip()]
     if checkpoint.found.name == BERT:
@@ -133,10 +133,10 @@ def _find(folder: Path, step: int | None) -> SampledCheckpoint:
     if not has_model(manifest):
         raise UserError(f"the checkpoint '{path}' does not say what model it is of: Pipeline.save wrote it",
                         hint="sample a run of 'vpipe train', or what 'vpipe checkpoint import' made")
-    return SampledCheckpoint.from_manifest(path, manifest)
+    return SampledCheckpoint.from_manifest(path, manifest, folder)
 
 
-def _tokenizer(checkpoint: SampledCheckpoint, given: Path | None) -> Path:
+def _tokenizer(checkpoint: SampledCheckpoint, given: Path | None, run: Path) -> Path:
     """Return the ``tokenizer.json`` that is given, or that of the data of the run.
 
     Raises:
@@ -144,7 +144,7 @@ def _tokenizer(checkpoint: SampledCheckpoint, given: Path | None) -> Path:
     """
     if given is not None:
         return given
-    path, why = data_tokenizer(checkpoint.manifest)
+    path, why = data_tokenizer(checkpoint.manifest, checkpoint.folder, run)
     if path is None:
         raise UserError(f"there is no tokenizer for the checkpoint '{checkpoint.folder}': {why}",
                         hint="name a tokenizer.json with --tokenizer, such as the one beside imported weights")

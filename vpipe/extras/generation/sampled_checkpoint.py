@@ -37,9 +37,10 @@ class SampledCheckpoint:
     config: Config | None
 
     @classmethod
-    def from_manifest(cls, folder: Path, manifest: Manifest) -> SampledCheckpoint:
-        """Read what the manifest of ``folder`` says of the model. Raises UserError where that is wrong."""
-        return cls(folder, manifest, CheckpointModel.from_manifest(manifest, folder), checkpoint_config(manifest))
+    def from_manifest(cls, folder: Path, manifest: Manifest, run: Path) -> SampledCheckpoint:
+        """Read what the manifest of ``folder`` says of the model of a ``run``. Raises UserError where that is wrong."""
+        found = CheckpointModel.from_manifest(manifest, folder, run)
+        return cls(folder, manifest, found, checkpoint_config(manifest))
 
     @property
     def window(self) -> int:
