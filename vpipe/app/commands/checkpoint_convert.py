@@ -65,7 +65,7 @@ def run_export(options: argparse.Namespace) -> None:
         load = f"peft.PeftModel.from_pretrained(base, {str(out)!r})"
     elif huggingface is not None and found is not None:
         tokenizer, note = data_tokenizer(manifest, folder, options.folder)
-        if note:
+        if tokenizer is None:
             print(f"note: no tokenizer goes with it: {note}")
         end = None if tokenizer is None or huggingface.special else end_token(load_tokenizer(tokenizer))
         export_huggingface(weights, huggingface, found.settings, out, tokenizer, end)

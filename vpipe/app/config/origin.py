@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from vpipe import files
 from vpipe.app.config.yaml_tree import Tree
+from vpipe.app.data.cache import sha256_of
 from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
 from vpipe.schedules import CsvFile
@@ -37,27 +37,18 @@ def read_origin(run: Path) -> dict[str, Any]:
 
 def digests_of_copies(run: Path) -> dict[str, str]:
     """Return the SHA-256 of each copy in a run's folder."""
-    return {name: _digest(run / name) for name in KEPT if (run / name).is_file()}
+    return {name: sha256_of(run / name) for name in KEPT if (run / name).is_file()}
 
 
 def kept_file(name: str, manifest: Manifest, checkpoint: Path, *places: Path | None) -> Path | None:
-    """Return the copy that the run of a checkpoint keeps of a file; None where it keeps none.
+    """Return the copy that the run of a checkpoint keeps of a file; None where it keeps none, is gone, or has changed.
 
-    ``places``: the file, or folders that may have it. Raises :class:`UserError` when it is gone, or has changed.
+    ``places``: the file, or folders that may have it.
     """
-    if (digest := manifest.arrangement.get(KEPT_BY_RUN, {}).get(name)) is None:
-        return None
-    folders = [*filter(None, places), checkpoint.absolute().parents[1], Path(manifest.arrangement[RUN]), checkpoint]
-    copies = [folder / name if folder.is_dir() else folder for folder in folders]
-    found = next((copy for copy in copies if copy.is_file() and _digest(copy) == digest), None)
-    if found is None:
-        raise UserError(f"the run's {name} is gone, or has changed (looked for {copies[0]})",
-                        where=f"the checkpoint '{checkpoint}'", hint=f"copy it to '{checkpoint / name}'")
-    return found
-
-
-def _digest(file: Path) -> str:
-    return sha256(file.read_bytes()).hexdigest()
+    digest, run = manifest.arrangement.get(KEPT_BY_RUN, {}).get(name), Path(manifest.arrangement.get(RUN) or ".")
+    folders = [*filter(None, places), checkpoint.absolute().parent.parent, run, checkpoint]
+    copies = (folder / name if folder.is_dir() else folder for folder in folders if digest is not None)
+    return next((copy for copy in copies if copy.is_file() and sha256_of(copy) == digest), None)
 
 
 def find_files(tree: Tree, run: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vpipe import Model
 from vpipe.app.config.config import Config, ModelSection
-from vpipe.app.config.origin import MODEL_CONFIG, TOKENIZER, kept_file
+from vpipe.app.config.origin import KEPT_BY_RUN, MODEL_CONFIG, TOKENIZER, kept_file
 from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.families.registry import Family, ModelSettings, family_named
@@ -92,9 +92,9 @@ def checkpoint_config(manifest: Manifest) -> Config | None:
 
 def data_tokenizer(manifest: Manifest, checkpoint: Path, run: Path) -> tuple[Path | None, str]:
     """Return the tokenizer of the data that the ``run`` of a checkpoint trained on, or why there is none."""
+    if TOKENIZER in manifest.arrangement.get(KEPT_BY_RUN, {}):
+        return kept_file(TOKENIZER, manifest, checkpoint, run), f"its run's {TOKENIZER} is gone, or has changed"
     try:
-        if (kept := kept_file(TOKENIZER, manifest, checkpoint, run)) is not None:
-            return kept, ""
         config = checkpoint_config(manifest)
         if config is None or not manifest.data:
             return None, "no run made this checkpoint"

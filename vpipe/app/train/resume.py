@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import TYPE_CHECKING, Any
 
 from vpipe import Plan
@@ -425,8 +425,7 @@ def _data_differences(run: Path | None, manifest: Manifest, job: Job) -> list[st
         return []
     was = {} if run is None else read_origin(run).get("data")
     known = was if isinstance(was, dict) and was.get("fingerprint") == manifest.data else {"fingerprint": manifest.data}
-    return [f"{key} {describe(known[key])} -> {describe(value)}" for key, value in job.data_facts.items()
-            if key in known and known[key] != value]
+    return [f"{key} {known[key]} -> {value}" for key, value in job.data_facts.items() if known.get(key, value) != value]
 
 
 def _differences(start: ResumePoint, manifest: Manifest, job: Job) -> Iterator[Problem]:
@@ -445,10 +444,11 @@ def _differences(start: ResumePoint, manifest: Manifest, job: Job) -> Iterator[P
     if manifest.arrangement.get(IMPORTED):
         return
     if not start.other_data and (differ := _data_differences(start.folder, manifest, job)):
+        words = ["vpipe", "train", "--resume", str(start.folder or start.checkpoint), "--data",
+                 job.data_facts["path"] or "PATH"]
         yield Problem(f"the data are not those of the checkpoint: {', '.join(differ)} (a hash of the vocabulary's "
                       "size, the numbers of samples and the first batch)", "set dataset.* as it was, bring the files "
-                      f"back, or go on with other ones: vpipe train --resume {quote(str(start.folder or start.checkpoint))} --data "
-                      f"{quote(job.data_facts['path'] or 'PATH')}")
+                      f"back, or go on with other ones: {join(words)}")
     at = job.epochs.locate(manifest.samples)
     size = at.samples // job.config.microbatches
     if at.done % size:
