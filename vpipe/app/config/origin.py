@@ -35,11 +35,6 @@ def read_origin(run: Path) -> dict[str, Any]:
     return {}
 
 
-def digests_of_copies(run: Path) -> dict[str, str]:
-    """Return the SHA-256 of each copy in a run's folder."""
-    return {name: sha256_of(run / name) for name in KEPT if (run / name).is_file()}
-
-
 def kept_file(name: str, manifest: Manifest, checkpoint: Path, *places: Path | None) -> Path | None:
     """Return the copy that the run of a checkpoint keeps of a file; None where it keeps none, is gone, or has changed.
 

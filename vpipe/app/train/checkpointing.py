@@ -16,7 +16,8 @@ from types import TracebackType
 from torch import Tensor
 
 from vpipe import Pipeline
-from vpipe.app.config.origin import KEPT_BY_RUN, RUN, digests_of_copies
+from vpipe.app.config.origin import KEPT, KEPT_BY_RUN, RUN
+from vpipe.app.data.cache import sha256_of
 from vpipe.app.families.lora import base_names, is_adapter
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.observers import Run
@@ -98,8 +99,8 @@ class Checkpointing:
             return
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
-        first = run.pipe.rank == 0
-        self._data, self._kept = (job.fingerprint(), digests_of_copies(run.folder)) if first else ("", {})
+        self._data = job.fingerprint() if run.pipe.rank == 0 else ""
+        self._kept = {name: sha256_of(run.folder / name) for name in KEPT if (run.folder / name).is_file()}
         self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
 
     def _open_saver(self, root: Path) -> Saver:

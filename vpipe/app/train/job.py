@@ -193,7 +193,7 @@ class Job:
                     replace_text(folder / name, load_tokenizer(source).to_str() if words else source.read_bytes())
             replace_text(folder / ORIGIN, json.dumps(origin, indent=2) + "\n")
         except OSError as error:
-            raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
+            raise UserError(f"cannot copy into the run's folder '{folder}': {error}",
                             hint="make it writable, or make room") from None
 
     @cached_property

@@ -322,7 +322,7 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     if not evaluations or evaluations[-1][0] != steps - 1:
         return None  # a signal ended it just there
     lock_run(start.folder)
-    check_fits_job(start, job)
+    check_fits_job(start, manifest, job)
     done = {"max_steps": steps, "epochs": job.epochs.locate(manifest.samples).epoch}
     longer = [f"training.{key}={2 * max(limit, had)}" for key, had in done.items()
               if (limit := getattr(job.config.training, key)) is not None]
@@ -343,7 +343,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
 
     manifest, steps = start.manifest, 0
     if manifest is not None:
-        check_fits_job(start, job)
+        check_fits_job(start, manifest, job)
         steps = manifest.step
     if (folder := start.folder) is None:
         folder = new_run(job)
@@ -395,14 +395,12 @@ def _repeated(step: str, steps: int, last: int | None, moved: Sequence[str], att
         f" repeated; {text}"
 
 
-def check_fits_job(start: ResumePoint, job: Job) -> None:
+def check_fits_job(start: ResumePoint, manifest: Manifest, job: Job) -> None:
     """Refuse a checkpoint that is not one of this model, these data and these batches.
 
     Raises:
         UserError: with what differs.
     """
-    manifest = start.manifest
-    assert manifest is not None, "there is a checkpoint"
     was = parse(manifest.config, "", "").get(("model", "name"))
     if was is not None and was != job.config.model.name:
         raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
@@ -444,8 +442,8 @@ def _differences(start: ResumePoint, manifest: Manifest, job: Job) -> Iterator[P
     if manifest.arrangement.get(IMPORTED):
         return
     if not start.other_data and (differ := _data_differences(start.folder, manifest, job)):
-        words = ["vpipe", "train", "--resume", str(start.folder or start.checkpoint), "--data",
-                 job.data_facts["path"] or "PATH"]
+        words = ["vpipe", "train", *([] if start.folder else ["CONFIG"]), "--resume",
+                 str(start.folder or start.checkpoint), "--data", job.data_facts["path"] or "PATH"]
         yield Problem(f"the data are not those of the checkpoint: {', '.join(differ)} (a hash of the vocabulary's "
                       "size, the numbers of samples and the first batch)", "set dataset.* as it was, bring the files "
                       f"back, or go on with other ones: {join(words)}")

@@ -249,7 +249,8 @@ def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
     """Return the train and test shards of a folder, by name. Raises one :class:`UserError` with all mistakes."""
     if not folder.exists():
         raise UserError(f"the folder {folder} does not exist",
-                        hint="name the folder of the HDF5 shards as dataset.path (data_dir in a flat file)")
+                        hint="name the folder of the HDF5 shards as dataset.path (data_dir in a flat file), or for "
+                        "a run that has begun as --data")
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, not a folder", hint="name the folder that holds the shard")
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
