@@ -35,7 +35,7 @@ def line_files(path: Path, suffixes: Sequence[str], holds: str) -> list[Path]:
     """
     kinds = " or ".join(f"*{suffix}" for suffix in suffixes)
     if not path.exists():
-        raise UserError(f"{path} does not exist", where=None if path.is_absolute() else os.path.abspath(path),
+        raise UserError(f"{os.path.abspath(path)} does not exist",
                         hint=f"name a file or a folder of {kinds} files; for a run that has begun, as --data PATH")
     if not path.is_dir():
         if not path.is_file() or not path.name.endswith(tuple(suffixes)):
