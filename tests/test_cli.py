@@ -82,6 +82,8 @@ def settings(*texts: str) -> list[str]:
 
 SETTINGS = """\
 training.learning_rat=1
+training.lr=1
+lr=1
 parallel.partition=[2, 2]
 parallel.model_parallel_size=9; parallel.partition=auto
 parallel.recompute=1.5
@@ -179,7 +181,9 @@ def test_an_unexpected_error_shows_no_traceback(here: Path, capsys: pytest.Captu
              "package it loads"),
             (fail(ZeroDivisionError("by zero")), "error: ZeroDivisionError: by zero", "hint: fix what raised it"),
             (fail(OSError(28, "No space left", "a")), "error: [Errno 28] No space left: 'a'", "hint: check that the "
-             "path exists, may be used and has room")):
+             "path exists, may be used and has room"),
+            (fail(MemoryError()), "error: this process has too little memory: MemoryError", "hint: smaller "
+             "microbatches, more recompute, or fewer layers in this stage take less memory")):
         monkeypatch.setattr("vpipe.app.config.config.load_config", load)
         assert main(["train", "c.yaml"]) == 1
         said, *frames, hint = capsys.readouterr().err.splitlines()

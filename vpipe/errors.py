@@ -134,19 +134,20 @@ class RunError(VpipeError):
         super().__init__(what)
 
     @classmethod
-    def for_want_of_descriptors(cls, error: Exception, rank: int | None = None) -> RunError | None:
-        """Return an error that no file descriptor was left, if that is why another was raised; else, or if that one
-        says so itself, None.
+    def for_want(cls, error: Exception, rank: int | None = None) -> RunError | None:
+        """Return an error that memory, or file descriptors, ran out, if that is why another was raised; else, or if
+        that one says so itself, None.
 
         Args:
             rank: where the error was raised; None in a process that is none.
         """
-        hint = hint_if_no_descriptor(error)
+        hint = hint_if_exhausted(error)
         if hint is None or (isinstance(error, RunError) and error.hint == hint):
             return None
         who = "this process" if rank is None else f"rank {rank}"
-        named = cls(f"{who} has no file descriptor left, of {_most_descriptors()}: "
-                    f"{str(error).partition(chr(10))[0]}", hint=hint, rank=rank)
+        what = "too little memory" if hint == LESS_MEMORY else f"no file descriptor left, of {_most_descriptors()}"
+        named = cls(f"{who} has {what}: {str(error).partition(chr(10))[0] or type(error).__name__}", hint=hint,
+                    rank=rank)
         named.__cause__ = error
         return named
 
@@ -166,12 +167,18 @@ class PerformanceWarning(UserWarning):
     """A request that is valid but slow, or learns slowly: the text has the reason, with numbers, and a better way."""
 
 
-def hint_if_no_descriptor(error: BaseException) -> str | None:
-    """Return the remedy for an error because no file descriptor was left; None for any other error."""
+LESS_MEMORY = "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
+
+
+def hint_if_exhausted(error: BaseException) -> str | None:
+    """Return the remedy for an error because memory, or file descriptors, ran out; None for any other error."""
     seen = set[int]()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
+        if isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError" or (
+                "can't allocate memory" in str(one)):  # the latter two are torch's
+            return LESS_MEMORY
         number = one.errno if isinstance(one, OSError) else None
         if number == errno.ENFILE or "Too many open files in system" in str(one):
             return "the whole machine has none left: end other programs, or raise fs.file-max"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -87,6 +88,7 @@ def test_the_commands_on_runs_read_its_folder(tmp_path: Path, capsys: pytest.Cap
         assert step.index == 13
     recorded = lines(tmp_path / "run")
     assert [line["step"] for line in recorded if "loss" in line] == list(range(14))
+    assert "tokens/s" in capsys.readouterr().err
     assert recorded[0]["perplexity"] == pytest.approx(exp(recorded[0]["loss"]), rel=1e-5)
     [at] = [number for number, line in enumerate(recorded) if "evaluation_loss" in line]
     assert recorded[at]["evaluation_loss"] == loss
@@ -121,9 +123,11 @@ def test_the_samples_of_unequal_batches_are_those_that_were_trained(every: int, 
     assert (sum(run._metrics.samples), sum(run._metrics.tokens)) == (64, 7 * 64)
 
 
-def test_an_evaluation_of_the_average_is_told_from_that_of_the_weights(tmp_path: Path) -> None:
+def test_an_evaluation_of_the_average_is_told_from_that_of_the_weights(tmp_path: Path,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
     with RecordedRun(pipeline(average=0.9), tmp_path / "run", updates=2) as run:
         list(run.train(batches()))
+        assert re.search(r"update 2/2: loss [\d.]+  [\d,.]+ samples/s  ", capsys.readouterr().err), "none has tokens"
         losses = [run.evaluate(batches(2), averaged=averaged) for averaged in (True, False)]
     recorded = {key: value for line in lines(tmp_path / "run") for key, value in line.items() if "evaluation" in key}
     assert losses[0] != losses[1]

@@ -253,7 +253,7 @@ cannot be multiplied (2x3 and 4x4) (rank 1, stage 1, microbatch 0, action 1F0)
   File "{script}", line 8, in forward
     return super().forward(x[:, 1:])
            ^^^^^^^^^^^^^^^^^^^^^^^^^
-hint: make the layer accept these inputs, or change the outputs of the layers before it
+hint: make the layer accept these inputs, or change the outputs of the layers before it or the batch's field 'target'
 """)
     assert done.returncode == 1
     assert text.splitlines()[0] in done.stderr, "in torchrun's summary"

@@ -150,7 +150,8 @@ def test_an_error_in_a_layer_is_raised_with_its_place_and_told_to_all(pair: Worl
     error = run_error(pair.outcome(1, 30))
     what = ("the forward of layer 7 'head' on h float32[2, 6, 12], labels int64[2, 6] raised IndexError: Target 10000 "
             "is out of bounds.")
-    hint = "\nhint: make the layer accept these inputs, or change the outputs of the layers before it"
+    hint = "\nhint: make the layer accept these inputs, or change the outputs of the layers before it or the batch's " \
+           "field 'labels'"
     assert error["text"] == f"error: {what} (rank 1, stage 1, microbatch 1, action 1F1){hint}"
     other = run_error(pair.outcome(0, 10))
     assert other["text"].startswith(f"error: rank 1 (stage 1) failed: {what} (microbatch 1, action 1F1); rank 0 (stage "

@@ -150,6 +150,14 @@ def test_the_loss_of_a_sequential_model_is_of_its_last_layer() -> None:
     error = error_of(pipeline(whole), {"input": torch.ones(8, 3), "target": torch.full((8,), 3)})
     assert str(error).startswith("error: the forward of layer 2 '2' on h float32[2, 3], target int64[2] raised "
                                  "IndexError: Target 3 is out of bounds. (rank 1, stage 1, microbatch 0, ")
+    assert str(error).endswith("change the outputs of the layers before it or the batch's field 'target'")
+
+
+def test_float_ids_are_the_batchs_and_no_layers() -> None:
+    embed = Layer("embed", lambda: nn.Embedding(4, WIDTH), ("x",))
+    of = Model([embed, Layer("loss", MeanSquare, outputs=("loss",))], batch=("x",))
+    assert str(error_of(pipeline(of))).endswith(
+        "\nhint: make the layer accept these inputs, or change the batch's field 'x'")
 
 
 def test_another_device_is_shown() -> None:
@@ -158,5 +166,6 @@ def test_another_device_is_shown() -> None:
 
 
 def test_what_takes_less_memory_is_said_without_memory() -> None:
-    lack = torch.OutOfMemoryError("CUDA out of memory")
-    assert hint_of(lack) == "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
+    for lack in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
+                 RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 B")):
+        assert hint_of(lack) == "smaller microbatches, more recompute, or fewer layers in this stage take less memory"

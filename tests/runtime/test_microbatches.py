@@ -188,6 +188,9 @@ def test_a_later_batch_may_be_at_fault() -> None:
     ([torch.zeros(4), torch.zeros(4)],
      "error: a batch is list, not a dict of tensors\n"
      "hint: name the fields: ({'x': batch[0], 'y': batch[1]} for batch in batches)"),
+    ([{"x": torch.zeros(()), "y": torch.zeros(())}] * 2,
+     "error: a batch is list, not a dict of tensors\n"
+     "hint: join its samples: map(torch.utils.data.default_collate, batches)"),
     (torch.zeros(4), "error: a batch is Tensor, not a dict of tensors\n"
                      "hint: name the fields: {'x': ..., 'y': ...}"),
     (None, "error: a batch is NoneType, not a dict of tensors\nhint: name the fields: {'x': ..., 'y': ...}"),

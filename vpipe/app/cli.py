@@ -67,7 +67,7 @@ def _print_unexpected(error: Exception) -> int:
         where = f"the traceback is in {file.name}"
     except OSError:
         where = "no file could be written for the traceback either"
-    if (named := RunError.for_want_of_descriptors(error)) is not None:
+    if (named := RunError.for_want(error)) is not None:
         print(f"{named}; {where}", file=sys.stderr)
     elif isinstance(error, OSError):
         print(f"error: {error}\nhint: check that the path exists, may be used and has room; {where}", file=sys.stderr)

@@ -53,7 +53,7 @@ class RecordedRun:
         pipe: not in training.
         folder: of the run, without another run in it; ranks on other hosts write what they record into theirs.
         updates: after which :meth:`train` ends, those of a loaded checkpoint included; None: with the batches.
-        tokens_per_sample: for the tokens per second.
+        tokens_per_sample: for the tokens per second; of 1 the samples per second are shown.
         next_tokens: whether the loss is the mean cross-entropy of the next token, and has a perplexity.
         flops: of the forward of one token, for each layer of the model; without them there is no MFU.
         peak_tflops: of one device; None: of its data sheet, or measured.

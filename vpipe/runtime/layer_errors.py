@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from vpipe.errors import RunError, hint_if_no_descriptor
+from vpipe.errors import RunError, hint_if_exhausted
 from vpipe.model.layer import Layer
 from vpipe.runtime.activations import Span
 from vpipe.runtime.sharded_tensors import is_sharded
@@ -16,9 +16,7 @@ from vpipe.runtime.transport.transport import TensorSpec
 
 def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
     """Return the remedy for an error that is not vpipe's own."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
-    if (raised := hint_if_no_descriptor(error)) is not None:
+    if (raised := hint_if_exhausted(error)) is not None:
         return raised
     if type(error).__module__.startswith("torch._dynamo"):
         return ("choose another backend as compile, such as aot_eager, or do not compile; a layer that is compiled "
@@ -27,9 +25,12 @@ def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
 
 
 def forward_error(number: int, layer: Layer, module: nn.Module, inputs: Mapping[str, Tensor],
-                  error: Exception) -> RunError:
-    """Return the error of the forward of a layer; ``number`` is the layer's in the model."""
-    hint = "make the layer accept these inputs, or change the outputs of the layers before it"
+                  fields: Mapping[str, Tensor], error: Exception) -> RunError:
+    """Return the error of the forward of a layer, the model's ``number``; ``fields`` are the batch's."""
+    made = [name for name, tensor in inputs.items() if tensor is not fields.get(name)]
+    hint = "make the layer accept these inputs, or change " + " or ".join(
+        [*["the outputs of the layers before it"] * bool(made),
+         *(f"the batch's field '{name}'" for name in inputs if name not in made)])
     if layer.carried and "got an unexpected keyword argument 'carried'" in str(error):
         hint = (f"Layer(carried={layer.carried}) asks for a forward with carried=None: given a tuple of what the slice "
                 "before carried, empty for the first one, it returns what it carries on behind its outputs; None, "
@@ -44,15 +45,15 @@ def forward_error(number: int, layer: Layer, module: nn.Module, inputs: Mapping[
         hint = ("buffers are not rounded: cast what meets a weight, as in (h + self.table).to(h.dtype), or use "
                 "precision='bf16', whose autocast casts")
     return RunError(f"the forward of layer {number} '{layer.name}' on {describe_tensors(inputs)} raised "
-                    f"{_raised(error)}", hint=hint_of(error, hint))
+                    f"{type(error).__name__}: {error}", hint=hint_of(error, hint))
 
 
 def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception) -> RunError:
     """Return the error of a backward through consecutive layers; ``gradients``: of the outputs of the last one."""
     which = describe_layers((number, layer) for number, layer, _ in span.layers)
     hint = "torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
-    return RunError(f"the backward of {which} on the gradient of {describe_tensors(gradients)} raised {_raised(error)}",
-                    hint=hint_of(error, hint))
+    return RunError(f"the backward of {which} on the gradient of {describe_tensors(gradients)} raised "
+                    f"{type(error).__name__}: {error}", hint=hint_of(error, hint))
 
 
 def describe_layers(layers: Iterable[tuple[int, Layer]]) -> str:
@@ -65,7 +66,3 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return ``h float32[2, 16], target int64[2] on cuda:0``: names, dtypes, shapes, and devices other than the CPU."""
     return ", ".join(f"{name} {TensorSpec.from_tensor(t)}" + (f" on {t.device}" if t.device.type != "cpu" else "")
                      for name, t in tensors.items())
-
-
-def _raised(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

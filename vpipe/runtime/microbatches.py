@@ -276,7 +276,9 @@ class MicrobatchLoader:
         if not isinstance(batch, Mapping):
             names = ", ".join(f"{name!r}: ..." for name in self._fields)
             hint = f"name the fields: {{{names}}}"
-            if isinstance(batch, (list, tuple)) and len(batch) == len(self._fields) > 1:
+            if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], Mapping):
+                hint = "join its samples: map(torch.utils.data.default_collate, batches)"
+            elif isinstance(batch, (list, tuple)) and len(batch) == len(self._fields) > 1:
                 names = ", ".join(f"{name!r}: batch[{i}]" for i, name in enumerate(self._fields))
                 hint = f"name the fields: ({{{names}}} for batch in batches)"
             raise UserError(f"a batch is {type(batch).__name__}, not a dict of tensors", hint=hint)

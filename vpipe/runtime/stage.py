@@ -274,7 +274,8 @@ class Stage(StageLayers):
             raise
         except Exception as error:
             names = [*layer.inputs, *(name for name in span.carried.get(i, ()) if name in inputs)]
-            raise forward_error(i, layer, module, {name: tensors[name] for name in names}, error) from error
+            read = {name: tensors[name] for name in names}
+            raise forward_error(i, layer, module, read, record.fields, error) from error
         if hook is not None:
             hook.remove()
         self._check_gradients(span, inputs, joined, [

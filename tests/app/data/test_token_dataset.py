@@ -376,10 +376,10 @@ def test_no_process_reads_what_another_prepared(settings: DatasetSettings, monke
 
 
 def test_the_held_out_text_of_a_tokenizer_of_bytes() -> None:
-    rows = {"train": np.zeros(9, np.uint16), "test": np.array([1, 1, 2, 2, 0], np.uint16)}
+    rows = {"train": np.array([0, 0, 0, 1], np.uint16), "test": np.array([1, 1, 2, 2, 0], np.uint16)}
     text = TokenDataset(4, 2, {"train": 2, "test": 2}, rows.__getitem__, held_out_bytes=4).held_out_text
     assert text is not None
-    assert (text.tokens, text.bytes) == (5, 4)
+    assert (text.tokens, text.bytes, text.alike) == (5, 4, pytest.approx(0.2 + 0.25))
     assert text.unigram_entropy == pytest.approx(-0.8 * math.log(0.4) - 0.2 * math.log(0.2))
     assert text.bits_per_byte(math.log(2)) == pytest.approx(5 / 4)
     assert TokenDataset(4, 2, {"train": 2, "test": 2}, rows.__getitem__).held_out_text is None

@@ -180,6 +180,15 @@ def test_vpipe_watch_shows_the_causes_that_the_latest_actions_tell(
         assert float(work) == pytest.approx(100 * (time_.compute + time_.update) / time_.whole, abs=3)
         assert [float(part) for part in idle] == pytest.approx(
             [100 * time_.idle.get(cause, 0.0) / time_.whole for cause in Cause], abs=3)
+    monkeypatch.setenv("COLUMNS", "60")
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 0, "loss": 1, "samples_per_s": 9, "tokens_per_s": 9, "step_s": 1}\n')
+    assert main(["watch", str(folder)]) == 0
+    _, *narrow = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow)) <= 60
+    assert [word for line in narrow if line.startswith("rank ") for word in line.split()] == [*head[:6], *head[:2],
+                                                                                             *head[6:]]
+    assert "9.0 samples/s" in narrow, "samples of one token have none"
     (folder / "trace" / "rank1.jsonl").write_text("")  # of a rank that has just begun
     assert main(["watch", str(folder)]) == 0
     assert "the latest " not in capsys.readouterr().out

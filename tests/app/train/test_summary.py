@@ -150,13 +150,17 @@ def test_a_headline_counts_the_processes(changes: dict[str, Any], said: str, tmp
     assert headline(job_of(tmp_path, **changes)).endswith(f", {said}")
 
 
-@pytest.mark.parametrize(("training_loss", "held_out_loss", "by_heart"), [
-    (1.9, 3.1, True), (2.1, 3.1, False), (1.9, 2.9, False)])
-def test_a_model_that_learned_its_text_by_heart(training_loss: float, held_out_loss: float, by_heart: bool,
-                                                tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, metrics = job_of(tmp_path), Metrics(None, StepSize(8, 128))
-    monkeypatch.setattr(Job, "held_out_text", HeldOutText(100, 400, 3.0))
-    metrics.update(Step(0, training_loss, 0.1, None, stop=False))
+@pytest.mark.parametrize(("training_loss", "held_out_loss", "updates", "samples", "alike", "by_heart"), [
+    (1.9, 3.1, 60, 8, 0.6, True), (2.1, 3.1, 60, 8, 0.6, False), (1.9, 2.9, 60, 8, 0.6, False),
+    (1.9, 3.1, 10, 64, 0.6, False),  # ten updates, though of ten passes
+    (1.9, 3.1, 60, 3, 0.6, False),  # not three passes
+    (1.9, 3.1, 60, 8, 0.4, False)])  # beside a text of another kind
+def test_a_model_that_learned_its_text_by_heart(training_loss: float, held_out_loss: float, updates: int, samples: int,
+                                                alike: float, by_heart: bool, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    job, metrics = job_of(tmp_path), Metrics(None, StepSize(samples, 128))
+    monkeypatch.setattr(Job, "held_out_text", HeldOutText(100, 400, 3.0, alike))
+    metrics.update(*(Step(number, training_loss, 0.1, None, stop=False) for number in range(updates)))
     metrics.evaluation(0, held_out_loss)
     said = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT))
     assert ("\nit learned its data by heart: the training loss, 1.90, is far below that entropy; what helps is more "

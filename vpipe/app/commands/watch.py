@@ -26,7 +26,7 @@ from vpipe.app.report.recording import read_recording
 from vpipe.app.run_log import RunLog, number
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.train.run_state import MeanTimes, RunState
-from vpipe.app.visualize.table import compact, ms_text, terminal_columns
+from vpipe.app.visualize.table import compact, fitted, ms_text, terminal_columns
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.units import size_text
 
@@ -96,11 +96,11 @@ def _view(state: RunState, console: Console) -> RenderableType:
     if state.lines:
         parts += _figures(state, ascii_only=console.options.ascii_only)
     if state.rank_times is not None:
-        parts += [Text(), *_ranks(state, state.rank_times)]
+        parts += [Text(), *_ranks(state, state.rank_times, console.width)]
     elif state.lines:
         parts.append(Text("(no times of each rank yet)", "dim"))
     if state.summary is None:
-        parts += _recorded(state.folder)
+        parts += _recorded(state.folder, console.width)
     return Group(*parts)
 
 
@@ -153,6 +153,8 @@ def _figures(state: RunState, *, ascii_only: bool) -> Iterator[Text]:
         "tokens_per_s": "{:,.0f} tokens/s".format, "samples_per_s": "{:,.1f} samples/s".format,
         "mfu": lambda share: f"MFU {share_text(share)}", "bubble": lambda share: f"bubble {share_text(share)}",
         "memory_bytes": lambda size: f"memory {size_text(int(size))}"}
+    if state.figure("tokens_per_s") == state.figure("samples_per_s"):  # samples without tokens
+        del texts["tokens_per_s"]
     yield Text("  ".join(text(value) for key, text in texts.items() if isfinite(value := state.figure(key))))
 
 
@@ -165,36 +167,32 @@ def _curve(values: list[float]) -> str:
     return f"{values[0]:.3f} {blocks} {values[-1]:.3f}"
 
 
-def _ranks(state: RunState, times: MeanTimes) -> Iterator[RenderableType]:
+def _ranks(state: RunState, times: MeanTimes, width: int) -> Iterator[RenderableType]:
     """Yield a row per rank, and which of them is slow."""
     slowest = times.slowest
-    table = _table("forward", "backward", "step", "comm", "idle")
     shown = [rank for at, rank in enumerate(times.ranks) if at < MOST_RANKS or rank is slowest]
-    for rank in shown:
-        table.add_row(str(rank.rank), " ".join(map(str, state.stages_of(rank.rank))),
-                      *map(ms_text, (rank.forward_s, rank.backward_s, rank.step_s + rank.others_s,
-                                     rank.communication_s)),
-                      "-" if rank.idle_s is None else ms_text(rank.idle_s),
-                      style="bold" if rank is slowest and len(times.ranks) > 1 else "")
+    rows = [[str(rank.rank), " ".join(map(str, state.stages_of(rank.rank))),
+             *map(ms_text, (rank.forward_s, rank.backward_s, rank.step_s + rank.others_s, rank.communication_s)),
+             "-" if rank.idle_s is None else ms_text(rank.idle_s)] for rank in shown]
     yield Text(f"updates {times.first:,} to {times.last:,}, in milliseconds per update:")
-    yield table
+    yield _table(["forward", "backward", "step", "comm", "idle"], rows, width, slowest.rank)
     if left_out := len(times.ranks) - len(shown):
         yield Text(f"({left_out} more ranks)", "dim")
     yield Text("(idle: waiting for other ranks; vpipe trace shows why, of a run with trace: true)", "dim")
     yield from _slow(state, times)
 
 
-def _recorded(folder: Path) -> Iterator[RenderableType]:
+def _recorded(folder: Path, width: int) -> Iterator[RenderableType]:
     """Yield, of a run with ``trace: true``, the causes of idleness that its latest actions tell."""
     files = sorted((folder / "trace").glob("rank*.jsonl"))
     with suppress(UserError, OSError):  # it has just begun
-        if files and (found := _causes(folder, tuple(file.stat().st_mtime_ns for file in files))) is not None:
+        if files and (found := _causes(folder, tuple(file.stat().st_mtime_ns for file in files), width)) is not None:
             yield Text()
             yield from found
 
 
 @lru_cache(1)
-def _causes(folder: Path, written: tuple[int, ...]) -> tuple[RenderableType, ...] | None:
+def _causes(folder: Path, written: tuple[int, ...], width: int) -> tuple[RenderableType, ...] | None:
     """Return these rows; they change when the ranks have ``written`` more, which they do every few seconds."""
     recording = read_recording(folder, tail_bytes=RECORD_BYTES)
     if not all(track.actions for track in recording.tracks):
@@ -204,26 +202,24 @@ def _causes(folder: Path, written: tuple[int, ...]) -> tuple[RenderableType, ...
     times = rank_times(recording, Window(0, 0, start_s, end_s), Producers.from_recording(recording))
     if not all(time.whole > 0 for time in times):
         return None
-    table = _table("work", "comm", causes=[_CAUSES[cause] for cause in Cause])
+    rows = []
     for time_ in times:
         work_s, idle_s = time_.compute + time_.update + time_.others, [time_.idle.get(cause, 0.0) for cause in Cause]
         parts = work_s, time_.whole - work_s - sum(idle_s), *idle_s
-        table.add_row(str(time_.rank), " ".join(map(str, recording.stages_of(time_.rank))),
-                      *(f"{100 * abs(part) / time_.whole:.1f} %" for part in parts))
-    return Text(f"the latest {end_s - start_s:.1f} s that were recorded{recording.in_lane}:"), table
+        rows.append([str(time_.rank), " ".join(map(str, recording.stages_of(time_.rank))),
+                     *(f"{100 * abs(part) / time_.whole:.1f} %" for part in parts)])
+    return (Text(f"the latest {end_s - start_s:.1f} s that were recorded{recording.in_lane}:"),
+            _table(["work", "comm", *(_CAUSES[cause] for cause in Cause)], rows, width))
 
 
 _CAUSES = {Cause.SCHEDULE: "schedule", Cause.TRANSFER: "transfer", Cause.STRAGGLER: "straggler",
            Cause.DISPATCH: "between", Cause.UNKNOWN: "unknown"}
 
 
-def _table(*heads: str, causes: Sequence[str] = ()) -> Table:
-    """Begin a table of ranks; its columns of causes of idle time are coloured."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in ("rank", "stage"):
-        table.add_column(head, no_wrap=True)
-    for head in (*heads, *causes):
-        table.add_column(head, justify="right", no_wrap=True, style="yellow" if head in causes else "")
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, slowest: int | None = None) -> Text:
+    """Lay out a table of ranks no wider than the terminal, with the row of the slowest in bold."""
+    table = Text("\n".join(fitted(["rank", "stage", *heads], rows, width, left=2, names=2)))
+    table.highlight_regex(rf"(?m)^(?:rank|{slowest}) .*$", "bold")
     return table
 
 

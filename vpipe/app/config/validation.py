@@ -217,11 +217,13 @@ def _choices(info: FieldInfo | None) -> list[str]:
 
 
 def _instead(kind: type[Section], keys: Keys) -> str:
-    """Return the hint for an unknown key: a similar key of the same section or of another."""
+    """Return the hint for an unknown key: a similar key of the same section or of another, or one with these initials.
+    """
     parent = kind if len(keys) == 1 else section_of(field_at(kind, keys[:-1]) or FieldInfo())
     siblings: Sequence[str] = list(parent.model_fields) if parent else []
-    elsewhere = {key: f"{name}.{key}" for name, info in kind.model_fields.items()
-                 for section in [section_of(info)] if section for key in section.model_fields}
+    elsewhere = {word: f"{name}.{key}" for name, info in kind.model_fields.items()
+                 for section in [section_of(info)] if section for key in section.model_fields
+                 for word in ("".join(part[:1] for part in key.split("_")), key)}
     word = _leaf(keys)
     if word in elsewhere:
         return f"did you mean '{elsewhere[word]}'?"

@@ -73,11 +73,14 @@ class HeldOutText:
         tokens: of the text, a token at the end of each document included.
         bytes: of the text in UTF-8.
         unigram_entropy: of the text, in nats per token: the lowest loss of a model that sees no context.
+        alike: share of its tokens that the training text has as often, from 0 to 1; English prose of 2,000 tokens has
+            0.6 in common with much of the same.
     """
 
     tokens: int
     bytes: int
     unigram_entropy: float
+    alike: float = 1.0
 
     def bits_per_byte(self, loss: float) -> float:
         """Return what a byte of the text costs at a loss in nats per token; it does not depend on the tokenizer."""

@@ -25,6 +25,7 @@ Rows = NDArray[np.int64]
 INPUT_IDS, LABELS, POSITIONS = "input_ids", "labels", "positions"
 NO_LABEL = -100  # where there is none to learn
 _COUNTED_AT_ONCE = 1 << 22
+_MOST_COUNTED = 1 << 26  # tokens of the training text whose shares are compared with those of the held-out one
 _PATIENCE_S = 5.0  # wait for the item in progress at the end: a disk may be out of reach
 Item = TypeVar("Item")
 
@@ -184,12 +185,18 @@ class TokenDataset(ArrayDataset):
         """Count the tokens of ``test``; None where they stand for no text."""
         if not self._held_out_bytes:
             return None
-        tokens = self._tokens("test")
+        tokens, trained = self._tokens("test"), self._tokens("train")
+        shares, others = self._shares(tokens, 1), self._shares(trained, max(1, len(trained) // _MOST_COUNTED))
+        present = shares[shares > 0]
+        return HeldOutText(len(tokens), self._held_out_bytes, float(-(present * np.log(present)).sum()),
+                           float(np.minimum(shares, others).sum()))
+
+    def _shares(self, tokens: Array, of: int) -> Array:
+        """Return the share of each token of the vocabulary; counted in one of so many parts of a text."""
         counts = np.zeros(self.vocab_size, np.int64)
-        for start in range(0, len(tokens), _COUNTED_AT_ONCE):
+        for start in range(0, len(tokens), of * _COUNTED_AT_ONCE):
             counts += np.bincount(tokens[start:start + _COUNTED_AT_ONCE], minlength=self.vocab_size)
-        shares = counts[counts > 0] / len(tokens)
-        return HeldOutText(len(tokens), self._held_out_bytes, float(-(shares * np.log(shares)).sum()))
+        return counts / counts.sum()
 
     def _taken(self, arrays: Mapping[str, Array], rows: Rows) -> dict[str, Array]:
         taken = super()._taken(arrays, rows)

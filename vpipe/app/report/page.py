@@ -63,7 +63,7 @@ class _Page:
         data, figures, expected = self._data, self._data.figures, self._data.expected
         history, unit, totals = data.history, self.unit, data.totals
         yield ("samples per second", f"{totals.samples_per_s:,.1f}",
-               "" if totals.tokens_per_s is None else f"{totals.tokens_per_s:,.0f} tokens/s")
+               "" if totals.tokens_per_s in (None, totals.samples_per_s) else f"{totals.tokens_per_s:,.0f} tokens/s")
         against = ""
         if expected is not None:
             planned_s = expected.figures.step_s if expected.plan is None else expected.plan.predicted.step_s

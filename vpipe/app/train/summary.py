@@ -132,8 +132,10 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
         less = text.unigram_entropy - evaluations[-1].loss
         lines.append(f"that is {abs(less):.2f} nats per token {'below' if less >= 0 else 'above'} the unigram entropy "
                      f"of the held-out text, {text.unigram_entropy:.2f}")
+        passes = job.epochs.locate(job.samples_done + sum(metrics.samples)).epoch
         if less < 0 and figures is not None and figures.last_loss is not None and \
-                figures.last_loss <= text.unigram_entropy - BY_HEART:
+                figures.last_loss <= text.unigram_entropy - BY_HEART and text.alike >= ALIKE and \
+                passes >= FEWEST_PASSES and metrics.steps >= FEWEST_UPDATES:
             lines.append(f"it learned its data by heart: the training loss, {figures.last_loss:.2f}, is far below that "
                          "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
                          "model.dropout or training.weight_decay")
@@ -160,6 +162,10 @@ LANES_ALIKE = 0.05
 
 BY_HEART = 1.0
 """Nats per token by which a model that learned its training text by heart is better on it than one without context."""
+
+ALIKE, FEWEST_PASSES, FEWEST_UPDATES = 0.5, 3, 50
+"""A held-out text that has less in common with the training text says nothing of this; nor do fewer passes over the
+data, nor fewer updates."""
 
 
 def _figures(job: Job, figures: RunFigures) -> list[str]:

@@ -156,9 +156,11 @@ class Comparison:
                 "evaluation": shown(figures["evaluation_loss"], "{:.4f}")}
 
     def as_page(self) -> str:
-        """Return the losses of all contenders over the time of their training, in their first runs, as HTML."""
+        """Return the losses of all contenders over the time of their training, in their first runs, as HTML; those with
+        the same config are one line."""
         ran = [one for one in self.outcomes if one.same_as is None]
-        lines = [Line(one.name, thinned([(line["time_s"], line["loss"]) for line in one.histories[0].lines]), colour)
+        lines = [Line(" = ".join([one.name, *(other.name for other in self.outcomes if other.same_as == one.name)]),
+                      thinned([(line["time_s"], line["loss"]) for line in one.histories[0].lines]), colour)
                  for one, colour in zip(ran, cycle(COLOURS), strict=False)]
         drawn = chart("training loss over time", lines, "The loss of each contender, from left to right over the "
                       "seconds of its training.", "s", lambda loss: f"{loss:.3g}", height=360)

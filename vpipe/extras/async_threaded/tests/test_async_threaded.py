@@ -137,7 +137,7 @@ def test_a_failure_in_a_thread_is_named_as_any(in_turn: bool) -> None:
     assert refusal(lambda: list(pipe.train([batch()])), kind=RunError) == (
         "error: the forward of layer 0 'raises' on x float32[2, 12] raised IndexError: the third is wrong (rank 0, "
         "stage 0, microbatch 2, action 0F2)\n"
-        "hint: make the layer accept these inputs, or change the outputs of the layers before it")
+        "hint: make the layer accept these inputs, or change the batch's field 'x'")
     assert pipe.engine.local_stages[0].modules[0].calls == 3, "what came behind it did not run"
 
 

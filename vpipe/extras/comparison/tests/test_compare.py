@@ -133,6 +133,8 @@ def test_equal_configs_run_once_and_what_does_not_fit_is_named(configs: Path, ca
     assert (same["contender"], same["model"], same["same_as"], same["round"]) == (
         "same.yaml gpipe", "same.yaml", "small gpipe", "1")
     assert small["samples_per_s"] == same["samples_per_s"]
+    [page] = (configs / "runs").glob("*/comparison.html")
+    assert "small gpipe = same.yaml gpipe" in page.read_text()
     assert [(row["contender"], row["failed"]) for row in refused] == [
         (f"{model} interleaved", "'interleaved' holds 2 stages on a rank, but the config has replicas of stages")
         for model in ("small", "same.yaml")]
