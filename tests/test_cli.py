@@ -116,6 +116,14 @@ train c.yaml --sett a=b
 train c.yaml d.yaml
 train c.yaml --set
 train none.yaml
+train --config none.yaml
+slurm --config_file=none.yaml --nodes 1
+train --config_file c.yaml --config d.yaml
+train --config
+plan --config=
+watch
+configs gpt_small -o c.yaml
+configs gpt_smal -o new
 train ."""
 
 

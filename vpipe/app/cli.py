@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vpipe.app.command_line import COMMANDS, Parser, add_command, add_config, add_import, add_overrides
+from vpipe.app.command_line import COMMANDS, Parser, add_command, add_config, add_import, add_overrides, add_run
 from vpipe.app.progress import LOADING_TORCH, accept_any_text, message_if_slow
 from vpipe.errors import RunError, VpipeError
 from vpipe.plugins import PluginGroup
@@ -169,19 +169,28 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to this file, such as "
                       "plan.json")
 
-    configs = _add(commands, "configs", "configs.run_configs", "list the configs that come with vpipe, or print one")
+    configs = _add(commands, "configs", "configs.run_configs",
+                   "list the configs that come with vpipe, or print or copy one")
     configs.add_argument("name", nargs="?", metavar="NAME", help="print this config, as the beginning of your own")
+    configs.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="copy it into this folder, and of "
+                         "a flat one its JSON files")
+
+    cache = _add(commands, "cache", "cache.run_cache", "list the data that were prepared and the profiles that were "
+                 "measured, or remove them: the next run prepares and measures again")
+    cache.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the dataset.cache_directory of a config "
+                       "(default: ~/.cache/vpipe)")
+    cache.add_argument("--clear", action="store_true", help="remove all but what a process is preparing")
 
     trace = _add(commands, "trace", "trace.run_trace",
                  "write the timeline (trace.json, for Perfetto) and the report page (report.html) of a recorded run")
-    trace.add_argument("folder", type=Path, metavar="RUN", help="folder of a run that was trained with 'trace: true'")
+    add_run(trace, "folder of a run that was trained with 'trace: true'")
     trace.add_argument("--lane", type=int, default=0, metavar="N", help="of a run with parallel.tensor: of the ranks "
                        "that split layers those with number N, from 0 (default: 0)")
     add_import(trace)
 
     watch = _add(commands, "watch", "watch.run_watch", "show how far a run is, while it trains or later: loss, speed, "
                  "time left, and why each rank was idle")
-    watch.add_argument("folder", type=Path, metavar="RUN", help="folder of the run; its files are only read")
+    add_run(watch, "folder of the run; its files are only read")
 
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())
 

@@ -61,6 +61,9 @@ class Parser(argparse.ArgumentParser):
         self._refuse(message, f"run {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if any(action.dest == "config" and not action.option_strings for action in self._actions):
+            # As users of OurGPipe and VPipe write it.
+            args = [rest for word in args if (rest := re.sub(r"^--config(_file)?(=|$)", "", word)) or not word]
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
@@ -104,8 +107,12 @@ def add_command(commands: Any, name: str, run: str, text: str, new_output: bool 
 def add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
     parser.add_argument("config", type=Path, nargs=None if needed else "?",
                         help="a YAML file, in vpipe's form or the flat form of VPipe and OurGPipe; or the name of a "
-                        "config that comes with vpipe (vpipe configs lists them)")
+                        "config that comes with vpipe (vpipe configs lists them); also as --config or --config_file")
     add_overrides(parser)
+
+
+def add_run(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, metavar="RUN", help=f"{text} (default: the newest in output)")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from vpipe.app import run_log
 from vpipe.app.cli import main
 from vpipe.app.commands.watch import watch
+from vpipe.app.config.config import Config
 from vpipe.app.launch.failure_report import write_report
 from vpipe.app.run_log import RunLog
 from vpipe.app.train.run_state import RunState
@@ -158,13 +159,30 @@ def test_files_that_are_empty_or_cut_short(tmp_path: Path, capsys: pytest.Captur
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path / "none")]) == 2
     assert "there is no folder" in capsys.readouterr().err
-    for name in ("2026-01-01", "2026-01-02"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").touch()
     assert main(["watch", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: there is no run in '{tmp_path}' (looked for config.yaml and metrics.jsonl)",
-        f"hint: the newest run there: vpipe watch {tmp_path / '2026-01-02'}"]
+        "hint: give the folder that 'vpipe train' prints as its run folder"]
+
+
+@pytest.mark.parametrize("command", ["watch", "trace", pytest.param(
+    "sample --prompt a", marks=pytest.mark.extras("generation"))])
+def test_a_command_without_a_run_takes_the_one_that_wrote_last(command: str, tmp_path: Path,
+                                                               capsys: pytest.CaptureFixture[str],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    for age, run in ((9, "newest-name"), (1, "an-older-name"), (0, "comparison")):
+        (Path("output") / run).mkdir(parents=True)
+        (Path("output") / run / ("config.yaml" if run == "comparison" else "metrics.jsonl")).touch()
+        for file in (Path("output") / run).iterdir():
+            os.utime(file, (time.time() - age,) * 2)
+    for words in ([name, *options], [name, "output", *options]):
+        main(words)
+        assert capsys.readouterr().err.startswith("the newest run: output/an-older-name\n")
+    main([name, "output/newest-name", *options])
+    assert "the newest run" not in capsys.readouterr().err
+    assert Config.model_fields["log_directory"].default == Path("output")
 
 
 def failed(run: Path) -> None:

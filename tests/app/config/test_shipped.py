@@ -57,6 +57,18 @@ def test_no_config_needs_torch_to_be_loaded() -> None:
     assert done.stdout.count("#SBATCH --nodes=2") == len(given)
 
 
+@pytest.mark.extras("legacy")
+@pytest.mark.parametrize("name", [name for name, file in shipped_configs().items() if file.suffix == ".yml"])
+def test_a_flat_config_is_copied_with_its_json_files(name: str, elsewhere: Path) -> None:
+    assert main(["configs", name, "-o", "mine"]) == main(["configs", name, "-o", "mine"]) == 0, "again is no harm"
+    copied, own = load_config(Path("mine", f"{name}.yml")), load_config(Path(name))
+    assert (copied.training, copied.parallel.partition) == (own.training, own.parallel.partition)
+    assert str(copied.model.config_file).startswith(str(elsewhere)) == (own.model.config_file is not None)
+    Path("mine", f"{name}.yml").write_text("changed: true")
+    assert main(["configs", name, "-o", "mine"]) == 2
+    assert Path("mine", f"{name}.yml").read_text() == "changed: true"
+
+
 def test_with_or_without_the_ending(elsewhere: Path) -> None:
     assert find_config(Path("gpt_small")) == find_config(Path("gpt_small.yaml")) == CONFIGS / "gpt_small.yaml"
     (elsewhere / "gpt_small").mkdir()

@@ -11,12 +11,13 @@ from vpipe.app.progress import stage_progress
 from vpipe.app.report.page import page
 from vpipe.app.report.perfetto import write_trace
 from vpipe.app.report.report_data import load_report_data
+from vpipe.app.train.run_folder import run_in
 from vpipe.errors import UserError
 
 
 def run_trace(options: argparse.Namespace) -> None:
     """Write ``trace.json`` and ``report.html`` into the folder of a run."""
-    write_report(options.folder, options.lane)
+    write_report(run_in(options.folder), options.lane)
 
 
 def write_report(folder: Path, lane: int = 0) -> None:

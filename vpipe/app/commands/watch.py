@@ -24,7 +24,7 @@ from vpipe.app.report.figures import Window, rank_times
 from vpipe.app.report.idle_causes import Cause, Producers
 from vpipe.app.report.recording import read_recording
 from vpipe.app.run_log import RunLog, number
-from vpipe.app.train.run_folder import CONFIG
+from vpipe.app.train.run_folder import CONFIG, run_in
 from vpipe.app.train.run_state import MeanTimes, RunState
 from vpipe.app.visualize.table import compact, fitted, ms_text, terminal_columns
 from vpipe.errors import RunError, UserError, VpipeError
@@ -57,7 +57,7 @@ def run_watch(options: argparse.Namespace) -> None:
     """
     terminal = sys.stdout.isatty()
     console = Console(force_terminal=terminal, highlight=False, width=None if terminal else terminal_columns())
-    watch(options.folder, console)
+    watch(run_in(options.folder), console)
 
 
 def watch(folder: Path, console: Console) -> None:

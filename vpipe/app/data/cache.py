@@ -1,6 +1,6 @@
 """Keep prepared data in the cache directory: a folder is built once, appears whole, and is found by its facts.
 
-    <cache directory>/<kind>-<key>/manifest.json ...        <kind>-<key>.lock
+    <cache directory>/<kind>-<key>/manifest.json ...        <kind>-<key>.lock, while it is built
 
 The key is a hash of facts: parameters, the Python version, the state of what is read. Other facts give another folder.
 The manifest names every file with its size and SHA-256, so that damage is noticed.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from vpipe import files
 from vpipe.app.data.tokenizers import LARGEST_VOCAB_SIZE
@@ -122,7 +123,7 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
         build: writes the files into an empty folder, and returns further entries of the manifest.
         cache_directory: None = ``.cache/vpipe`` in the user's home.
     """
-    directory = Path.home() / ".cache" / "vpipe" if cache_directory is None else cache_directory
+    directory = cache_directory or default_directory()
     if facts.get("vocab_size", -1) != -1:
         found, _ = _open(directory / _name(kind, {**facts, "vocab_size": -1}))
         if found is not None and found.manifest["vocab_size"] == facts["vocab_size"]:
@@ -133,7 +134,7 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
         return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / f"{folder.name}.lock"):  # the system gives it back if this process dies
+        with FileLock(lock := directory / f"{folder.name}.lock"):  # the system gives it back if this process dies
             found, trouble = _open(folder)  # another process may have built it while this one waited
             if found is None:
                 if trouble:
@@ -141,10 +142,42 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
                 _build(build, folder)
                 found, trouble = _open(folder)
                 assert found is not None, f"the cache that was just built is damaged: {trouble}"
+            lock.unlink(missing_ok=True)  # who waits for it, or makes it anew, finds the folder
     except OSError as error:
         raise UserError(f"preparing data in {directory} failed: {error}",
                         hint="repair that, or name a folder that can be written as dataset.cache_directory") from error
     return found
+
+
+def default_directory() -> Path:
+    """Return the cache directory where nobody named another."""
+    return Path.home() / ".cache" / "vpipe"
+
+
+def entries(directory: Path) -> dict[str, list[Path]]:
+    """Return what is in a cache directory, by entry: a folder, its lock and what is left of a build; or all profiles.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted([*directory.glob("*-*"), *directory.glob("profiles/*")]):
+        entry = re.match(r"\w+-[0-9a-f]{16}(?=$|\.(lock|new|old)$)|profiles(?=/[0-9a-f]{12}\.json$)",
+                         path.relative_to(directory).as_posix())
+        if entry is not None:
+            found.setdefault(entry[0], []).append(path)
+    return found
+
+
+def remove(directory: Path, name: str, paths: Iterable[Path]) -> bool:
+    """Remove an entry with all of its ``paths``; return False where a process is preparing it. Raises OSError."""
+    try:
+        with FileLock(lock := directory / f"{name}.lock", timeout=0):
+            for path in (*paths, lock):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+    except Timeout:
+        return False
+    return True
 
 
 def file_states(paths: list[Path], root: Path) -> list[tuple[str, int, int]]:

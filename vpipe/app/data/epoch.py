@@ -191,12 +191,13 @@ class TokenDataset(ArrayDataset):
         return HeldOutText(len(tokens), self._held_out_bytes, float(-(present * np.log(present)).sum()),
                            float(np.minimum(shares, others).sum()))
 
-    def _shares(self, tokens: Array, of: int) -> Array:
+    def _shares(self, tokens: Array, of: int) -> NDArray[np.float64]:
         """Return the share of each token of the vocabulary; counted in one of so many parts of a text."""
         counts = np.zeros(self.vocab_size, np.int64)
         for start in range(0, len(tokens), of * _COUNTED_AT_ONCE):
             counts += np.bincount(tokens[start:start + _COUNTED_AT_ONCE], minlength=self.vocab_size)
-        return counts / counts.sum()
+        shares: NDArray[np.float64] = counts / counts.sum()
+        return shares
 
     def _taken(self, arrays: Mapping[str, Array], rows: Rows) -> dict[str, Array]:
         taken = super()._taken(arrays, rows)

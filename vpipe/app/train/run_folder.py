@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -21,6 +22,7 @@ from vpipe.errors import UserError, counted
 if TYPE_CHECKING:  # commands that list checkpoints need no pydantic
     from vpipe.app.config.config import Config
 
+RUNS = Path("output")  # the default of log_directory
 CONFIG = "config.yaml"
 PLAN = "plan.json"  # that the run follows
 PROFILE = "profile.json"  # that the plan was made from
@@ -73,6 +75,24 @@ def _make_checkpoints(checkpoints: Path, run: Path) -> bool:
         raise UserError(f"cannot make the folder of the run's checkpoints '{checkpoints}': {error.strerror}",
                         hint="set checkpoint.directory to a folder that can be written") from None
     return True
+
+
+def run_in(folder: Path | None) -> Path:
+    """Return ``folder``; where none is named, or a folder of runs, the run there that wrote last, and say which.
+
+    Raises:
+        UserError: none is named, and there is none in ``output``.
+    """
+    root = RUNS if folder is None else folder
+    written = {path.parent: path.stat().st_mtime for name in ("rank0.log", METRICS) for path in root.glob(f"*/{name}")}
+    if folder is not None and (not written or any((folder / name).exists() for name in (CONFIG, METRICS))):
+        return folder
+    if not written:
+        raise UserError(f"no run is named, and there is none in '{RUNS}'",
+                        hint="name the folder that 'vpipe train' prints as its run folder")
+    newest = max(written, key=written.__getitem__)
+    print(f"the newest run: {newest}", file=sys.stderr, flush=True)
+    return newest
 
 
 def checkpoints_root(config: Config, folder: Path) -> Path:

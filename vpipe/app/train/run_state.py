@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from shlex import quote
 from statistics import fmean
 
 from vpipe.app.metric_formulas import RECENT
@@ -98,7 +97,10 @@ class RunState:
         Raises:
             UserError: this is no run's folder.
         """
-        check_run(folder)
+        if not any((folder / name).is_file() for name in (CONFIG, METRICS)):
+            raise UserError(f"there is no {'run in' if folder.is_dir() else 'folder'} '{folder}'",
+                            where=f"looked for {CONFIG} and {METRICS}",
+                            hint="give the folder that 'vpipe train' prints as its run folder")
         lines, evaluation = list[Line](), None
         last: Line = {}
         for last in RunLog(folder).tail():
@@ -178,21 +180,6 @@ class RunState:
     def planned_s(self) -> Mapping[int, float]:
         """Return the seconds per update that each rank was planned to work; empty without a plan."""
         return dict(enumerate(self.facts.get("planned_s", ())))
-
-
-def check_run(folder: Path) -> None:
-    """Refuse a folder in which no run is.
-
-    Raises:
-        UserError: it is; the hint names the newest run in it, if there is one.
-    """
-    if any((folder / name).is_file() for name in (CONFIG, METRICS)):
-        return
-    inside = sorted((path.parent for path in folder.glob(f"*/{CONFIG}")), key=lambda path: path.name)
-    raise UserError(f"there is no run in '{folder}'" if folder.is_dir() else f"there is no folder '{folder}'",
-                    where=f"looked for {CONFIG} and {METRICS}",
-                    hint=f"the newest run there: vpipe watch {quote(str(inside[-1]))}" if inside else
-                    "give the folder that 'vpipe train' prints as its run folder")
 
 
 def _holder(folder: Path) -> tuple[str | None, bool | None]:

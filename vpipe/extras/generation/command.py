@@ -20,6 +20,7 @@ from vpipe.app.data.tokenizers import load_for_pairs, load_tokenizer, load_wordp
 from vpipe.app.families.decoding import TextDecoder
 from vpipe.app.progress import print_line, progress
 from vpipe.app.train.checkpoint_model import data_tokenizer, has_model
+from vpipe.app.train.run_folder import run_in
 from vpipe.checkpoint import Manifest
 from vpipe.errors import Problem, UserError, counted
 from vpipe.extras.generation.continuation import continuation, prompt_ids, source_ids, translation
@@ -45,6 +46,7 @@ def run_sample(options: argparse.Namespace) -> None:
         if len(prompt) > LONGEST_PROMPT:
             raise UserError(f"prompt {number} has {len(prompt):,} characters", hint=f"give at most {LONGEST_PROMPT:,}: "
                             "the model reads the last few thousand tokens at most")
+    options.folder = run_in(options.folder)
     checkpoint = _find(options.folder, options.step)
     tokenizer = _tokenizer(checkpoint, options.tokenizer, options.folder)
     if options.prompts is not None and not checkpoint.translates:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vpipe.app.command_line import add_command, add_import
+from vpipe.app.command_line import add_command, add_import, add_run
 
 
 def describe(commands: Any) -> None:
     sample = add_command(commands, "sample", "vpipe.extras.generation.command.run_sample",
                          "continue or translate texts with the model of a checkpoint, or let BERT fill in masked words")
-    sample.add_argument("folder", type=Path, metavar="RUN|STEP", help="folder of a run, or one of its checkpoints; for "
-                        "a run: the newest")
+    add_run(sample, "folder of a run, or one of its checkpoints; for a run: the newest")
     prompts = sample.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; - reads it from standard "
                          "input; for BERT a text with [MASK] in it, for a translation model the source; may be given "

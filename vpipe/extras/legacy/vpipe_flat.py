@@ -276,7 +276,8 @@ def _directory(flat: FlatConfig, tree: Tree, folder: Path) -> Path:
             return candidate
     looked = " and ".join(dict.fromkeys(f"'{candidate}'" for candidate in candidates))
     raise UserError(f"there is no directory '{flat.directory}'",
-                    hint=f"looked for {looked}: a path starts at this file's folder, or the current one",
+                    hint=f"looked for {looked}: a path starts at this file's folder, or the current one; vpipe "
+                         "configs NAME -o FOLDER copies a config that comes with vpipe, with its directory",
                     where=tree.where(("directory",)))
 
 
