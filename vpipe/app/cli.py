@@ -192,6 +192,13 @@ def _parser() -> argparse.ArgumentParser:
                  "time left, and why each rank was idle")
     add_run(watch, "folder of the run; its files are only read")
 
+    evaluate = _add(commands, "evaluate", "evaluate.run_evaluate",
+                    "compute the held-out loss of a checkpoint, in one process")
+    add_run(evaluate, "folder of a run, or one of its checkpoints; for a run: the newest")
+    evaluate.add_argument("--data", type=Path, metavar="PATH", help="other data, in the tokens of the run: their "
+                          "held-out part (default: the run's)")
+    add_import(evaluate)
+
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())
 
     schedule = _add(commands, "schedule", "schedule.run_schedule", "draw a schedule, or compare all schedules")

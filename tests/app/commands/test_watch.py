@@ -165,7 +165,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "hint: give the folder that 'vpipe train' prints as its run folder"]
 
 
-@pytest.mark.parametrize("command", ["watch", "trace", pytest.param(
+@pytest.mark.parametrize("command", ["watch", "trace", "evaluate", pytest.param(
     "sample --prompt a", marks=pytest.mark.extras("generation"))])
 def test_a_command_without_a_run_takes_the_one_that_wrote_last(command: str, tmp_path: Path,
                                                                capsys: pytest.CaptureFixture[str],
