@@ -134,7 +134,7 @@ class RunError(VpipeError):
         super().__init__(what)
 
     @classmethod
-    def for_want(cls, error: Exception, rank: int | None = None) -> RunError | None:
+    def for_want_of_descriptors(cls, error: Exception, rank: int | None = None) -> RunError | None:
         """Return an error that memory, or file descriptors, ran out, if that is why another was raised; else, or if
         that one says so itself, None.
 

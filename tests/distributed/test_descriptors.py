@@ -54,14 +54,14 @@ def test_an_error_for_want_of_a_descriptor_is_named() -> None:
     cause = OSError(errno.EMFILE, "Too many open files")
     error = RunError("rank 0 could not reach rank 0", hint="a firewall is in the way", rank=0)
     error.__cause__ = cause
-    assert str(RunError.for_want(cause, 3)) == (
+    assert str(RunError.for_want_of_descriptors(cause, 3)) == (
         "error: rank 3 has no file descriptor left, of 40: [Errno 24] Too many open files (rank 3)\n"
         "hint: raise the limit before it starts: ulimit -n 80")
     assert "rank 0 has no file descriptor left, of 40: error: rank 0 could not" in str(
-        RunError.for_want(error, 0))
+        RunError.for_want_of_descriptors(error, 0))
     assert "ulimit -n 80" in (hint_if_exhausted(RuntimeError("gloo: accept: Too many open files")) or "")
-    assert str(RunError.for_want(MemoryError(), 3)).startswith(
+    assert str(RunError.for_want_of_descriptors(MemoryError(), 3)).startswith(
         "error: rank 3 has too little memory: MemoryError (rank 3)\nhint: smaller microbatches")
     assert "fs.file-max" in (hint_if_exhausted(OSError(errno.ENFILE, "Too many open files in system")) or "")
-    assert RunError.for_want(other := OSError(errno.ENOENT, "none"), 0) is None
+    assert RunError.for_want_of_descriptors(other := OSError(errno.ENOENT, "none"), 0) is None
     assert hint_if_exhausted(other) is None

@@ -67,7 +67,7 @@ def _print_unexpected(error: Exception) -> int:
         where = f"the traceback is in {file.name}"
     except OSError:
         where = "no file could be written for the traceback either"
-    if (named := RunError.for_want(error)) is not None:
+    if (named := RunError.for_want_of_descriptors(error)) is not None:
         print(f"{named}; {where}", file=sys.stderr)
     elif isinstance(error, OSError):
         print(f"error: {error}\nhint: check that the path exists, may be used and has room; {where}", file=sys.stderr)
@@ -172,11 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     configs = _add(commands, "configs", "configs.run_configs",
                    "list the configs that come with vpipe, or print or copy one")
     configs.add_argument("name", nargs="?", metavar="NAME", help="print this config, as the beginning of your own")
-    configs.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="copy it into this folder, and of "
-                         "a flat one its JSON files")
+    configs.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="copy it here, with its JSON files")
 
-    cache = _add(commands, "cache", "cache.run_cache", "list the data that were prepared and the profiles that were "
-                 "measured, or remove them: the next run prepares and measures again")
+    cache = _add(commands, "cache", "cache.run_cache", "list prepared data and measured profiles, or remove them")
     cache.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the dataset.cache_directory of a config "
                        "(default: ~/.cache/vpipe)")
     cache.add_argument("--clear", action="store_true", help="remove all but what a process is preparing")
@@ -195,8 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = _add(commands, "evaluate", "evaluate.run_evaluate",
                     "compute the held-out loss of a checkpoint, in one process")
     add_run(evaluate, "folder of a run, or one of its checkpoints; for a run: the newest")
-    evaluate.add_argument("--data", type=Path, metavar="PATH", help="other data, in the tokens of the run: their "
-                          "held-out part (default: the run's)")
+    evaluate.add_argument("--data", type=Path, metavar="PATH", help="other data, of which a part is held out")
     add_import(evaluate)
 
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())

@@ -302,7 +302,7 @@ def named_if_none_left() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (named := RunError.for_want(error, int(os.environ.get("RANK", "0")))) is None:
+        if (named := RunError.for_want_of_descriptors(error, int(os.environ.get("RANK", "0")))) is None:
             raise
         raise named from error
 

@@ -6,7 +6,7 @@ import argparse
 from datetime import datetime
 
 from vpipe.app.data.cache import default_directory, entries, remove
-from vpipe.errors import UserError, counted
+from vpipe.errors import counted
 from vpipe.units import size_text
 
 
@@ -17,12 +17,9 @@ def run_cache(options: argparse.Namespace) -> None:
     for name, paths in entries(directory).items():
         files = [file for path in paths for file in (path, *path.rglob("*")) if file.is_file()]
         size, made = sum(file.stat().st_size for file in files), max(path.stat().st_mtime for path in paths)
-        try:
-            if options.clear and not remove(directory, name, paths):
-                print(f"{name} stays: a process is preparing it")
-                continue
-        except OSError as error:
-            raise UserError(f"cannot remove '{error.filename}': {error.strerror}", hint="make it writable") from None
+        if options.clear and not remove(directory, name, paths):
+            print(f"{name} stays: a process is preparing it")
+            continue
         total, locks = total + size, locks + (not size)
         if size:
             print(f"{size_text(size):>9}  {datetime.fromtimestamp(made):%Y-%m-%d %H:%M}  {name}")

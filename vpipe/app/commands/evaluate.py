@@ -21,14 +21,15 @@ from vpipe.errors import UserError
 def run_evaluate(options: argparse.Namespace) -> None:
     """Print the loss of a run's newest checkpoint, or of one that is named, on the run's held-out data or on others.
 
-    The weights are hashed as they are read. With several processes per layer in the run, layers are whole here.
+    The weights are hashed as they are read. The device is this machine's own, and layers are whole.
     """
     checkpoints_in(folder := run_in(options.folder))  # refuses a folder without
     start = find_resume_point(folder)
-    if start.folder is None or start.checkpoint is None or (manifest := start.manifest) is None:
-        raise UserError(f"no run made the checkpoint '{start.checkpoint}', so nothing says on which data",
+    checkpoint, manifest = start.checkpoint, start.manifest
+    if start.folder is None or checkpoint is None or manifest is None:
+        raise UserError(f"no run made the checkpoint '{checkpoint}', so nothing says on which data",
                         hint="begin a run with it: vpipe train CONFIG --resume CHECKPOINT")
-    settings = ["parallel.backend=gloo", "parallel.tensor=1"]
+    settings = ["parallel.backend=gloo", "parallel.device=null", "parallel.tensor=1"]
     if options.data is not None:
         settings += data_settings(start.folder, options.data)
         start = replace(start, other_data=True)
@@ -37,10 +38,10 @@ def run_evaluate(options: argparse.Namespace) -> None:
     torch.set_num_threads(job.config.training.threads)
     pipe, losses = build_pipeline(job), list[float]()
     for averaged in (False, True)[:1 + (job.config.training.average is not None)]:
-        with byte_progress(f"reading {start.checkpoint.name}") as show:
-            pipe.load_state_dict(Checkpoint(start.checkpoint, manifest).weights(progress=show, averaged=averaged))
+        with byte_progress(f"reading {checkpoint.name}") as show:
+            pipe.load_state_dict(Checkpoint(checkpoint, manifest).weights(progress=show, averaged=averaged))
         batches = progress(job.evaluation_batches(tuple(job.model.batch)), "evaluating", unit="batch",
                            total=job.config.training.evaluation_batches)
         with read_batches(batches, "evaluation batch", pipe, 0) as read:
             losses.append(pipe.evaluate(read))
-    print(f"{start.checkpoint}: {evaluation_text(job, manifest.step, *losses)}")
+    print(f"{checkpoint}: {evaluation_text(job, manifest.step, *losses)}")

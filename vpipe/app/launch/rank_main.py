@@ -361,7 +361,7 @@ def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | Non
         result = work()
     except Exception as raised:
         log.exception("rank %d failed", rank)
-        failure = error = RunError.for_want(raised, rank) or raised
+        failure = error = RunError.for_want_of_descriptors(raised, rank) or raised
         if not isinstance(failure, VpipeError):
             what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
             failure = RunError(what, rank=rank, hint="fix what raised it")

@@ -114,12 +114,6 @@ class Metrics:
         """Return the tokens per second over the last updates."""
         return fmean(self.tokens[-RECENT:]) / self.recent_update_s if self.update_s else 0.0
 
-    @property
-    def speed_text(self) -> str:
-        """Return ``1,024 tokens/s`` over the last updates; ``31.5 samples/s`` where samples have no tokens."""
-        speed = self.recent_tokens_per_s
-        return f"{speed:,.1f} samples/s" if self.size.tokens == self.size.samples else f"{speed:,.0f} tokens/s"
-
     def update(self, *steps: Step) -> None:
         """Record steps that have just ended; several of a draining pipeline share the time."""
         begun, now = self._last, perf_counter()
@@ -268,7 +262,8 @@ class ProgressBar:
                      math.inf if total is None else metrics.recent_update_s * (total - done))
         left = [] if left_s == math.inf else [f"{tqdm.format_interval(max(0, left_s))} left"]
         norm = "" if step.gradient_norm is None else f"grad norm {step.gradient_norm:.3g}  "
-        loss, speed = f"loss {step.loss:.3f}  ", metrics.speed_text
+        loss, rate, size = f"loss {step.loss:.3f}  ", metrics.recent_tokens_per_s, metrics.size
+        speed = f"{rate:,.1f} samples/s" if size.tokens == size.samples else f"{rate:,.0f} tokens/s"
         per_token = metrics.size.perplexity(step.loss)
         short = norm if per_token is None else f"ppl {compact(per_token)}  "
         self._bar.set_description_str("  ".join([loss + short + speed, *left]), refresh=False)
