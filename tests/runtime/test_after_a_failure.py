@@ -134,6 +134,7 @@ def test_an_interrupt_in_a_batch_can_be_gone_on_from() -> None:
 
 class Raises(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].data.add_(1)
         raise RuntimeError("broken")
 
 

@@ -39,8 +39,8 @@ made = set[Path]()
 
 def trip(name: str) -> None:
     """Do what is armed under this name."""
-    if (what := armed.pop(name, None)) is SIGNAL:
-        SIGNAL()
+    if callable(what := armed.pop(name, None)):
+        what()
     elif what is not None:
         raise what
 
@@ -77,15 +77,29 @@ class Loss(nn.CrossEntropyLoss):
 
 
 class Adam(torch.optim.AdamW):
-    """May raise before its step."""
+    """May raise before its step, or when it has begun to keep state."""
 
     def step(self, closure: Any = None) -> Any:
         trip("step")
+        if "state" in armed:
+            self.state[self.param_groups[0]["params"][-1]]["begun"] = torch.ones(())
+            trip("state")
         return super().step(closure)
 
 
+class Observer:
+    """May raise before a step."""
+
+    def gradients(self, update: int, named: Any) -> None:
+        trip("observer")
+
+    def weights(self, update: int, named: Any) -> None:
+        pass
+
+
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return Adam(parameters, lr=0.01)
+    (made := Adam(parameters, lr=0.01)).register_step_pre_hook(lambda *_: trip("hook"))
+    return made
 
 
 def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -100,9 +114,11 @@ def pipeline(optimizer: Any = adam, width: int = 8, lanes: int = 0, **arguments:
         nn.Linear(6, width), Probe("front"), nn.BatchNorm1d(width), nn.Linear(width, width), nn.Dropout(0.1),
         Probe("back"), nn.Linear(width, 3)), loss=Loss())
     mesh = {"mesh": init_device_mesh("cpu", (1, lanes), mesh_dim_names=("pp", "tp"))} if lanes else {}
-    return Pipeline(model, **parts(**{"stages": [3, 4], "microbatches": 2, "optimizer": optimizer, "seed": 2,
+    pipe = Pipeline(model, **parts(**{"stages": [3, 4], "microbatches": 2, "optimizer": optimizer, "seed": 2,
                                       "average": 0.9, "learning_rate_factor": factor, "schedule": "1f1b", **mesh,
                                       **arguments}))
+    pipe.observe(dict.fromkeys(range(4), Observer()))
+    return pipe
 
 
 def train(pipe: Pipeline, batches: Any, **arguments: Any) -> list[float]:
@@ -139,6 +155,12 @@ def layer(name: str, error: Any, call: Callable[[], Any], rank: int | None = Non
         return call()
     finally:
         armed.clear()
+
+
+def forget(pipe: Pipeline) -> None:
+    """Let the factor of each step be asked again, which may have been for a call that failed."""
+    for worker in pipe.engine.workers.values():
+        worker.optimizer_steps._update.learning_rate_factor.cache_clear()
 
 
 def patched(name: str, error: BaseException, call: Callable[[], Any], rank: int = 1) -> Any:
@@ -196,7 +218,7 @@ TRAINED: dict[str, Act] = {
     "train: torn": lambda p, f: train(p, torn(ERROR)),
     "train: interrupted reading": lambda p, f: train(p, torn(INTERRUPT)),
     "train: bad batch": lambda p, f: train(p, BAD),
-    "train: factor": lambda p, f: layer("factor", ERROR, lambda: train(p, BATCHES)),
+    "train: factor": lambda p, f: (forget(p), layer("factor", ERROR, lambda: train(p, BATCHES))),
     "evaluate: outputs": lambda p, f: evaluate(p, outputs="none"),
     "evaluate: no iterator": lambda p, f: p.evaluate(Unreadable(), averaged=True),
     "evaluate: empty": lambda p, f: p.evaluate([], averaged=True),
@@ -204,6 +226,7 @@ TRAINED: dict[str, Act] = {
     "evaluate: bad batch": lambda p, f: p.evaluate([*BATCHES, *BAD], averaged=True),
     "evaluate: metric raises": lambda p, f: evaluate(p, outputs=raising(ERROR)),
     "evaluate: metric raises, averaged": lambda p, f: evaluate(p, outputs=raising(ERROR), averaged=True),
+    "evaluate: metric calls": lambda p, f: evaluate(p, outputs=lambda named: p.load(f)),
     "evaluate: metric of no name": lambda p, f: evaluate(p, outputs=lambda named: {"x": named["x"]}),
     "evaluate: metric without rows": lambda p, f: evaluate(p, outputs=lambda named: {"x": named["loss"].sum()}),
     "state_dict: views": lambda p, f: p.state_dict(averaged=True, corrected=False),
@@ -230,9 +253,12 @@ LAYERS: dict[str, Act] = {
     "evaluate: front": lambda p, f: layer("front", ERROR, lambda: evaluate(p, averaged=True)),
     "evaluate: back": lambda p, f: layer("back", ERROR, lambda: evaluate(p)),
 }
+STEPS = ("step", "hook", "observer", "state")
+"""Of an optimizer's step, before it changes anything: on all ranks, for one of them may step before another raises."""
 IN_BATCHES: dict[str, Act] = {f"train: on rank {rank}, {place}": lambda p, f, rank=rank, place=place: layer(
     place, ERROR, lambda: train(p, BATCHES), rank) for place, rank in (
-        ("front", 0), ("back", 1), ("loss", 1), ("backward of front", 0), ("backward of back", 1))}
+        ("front", 0), ("back", 1), ("loss", 1), ("backward of front", 0), ("backward of back", 1),
+        *((place, None) for place in STEPS))}
 """Of two stages or replicas each; where all norms come before a step, also what raises late."""
 UNTRAINED: dict[str, Act] = {
     "load: folder": lambda p, f: p.load(f / "none"),
@@ -256,7 +282,7 @@ UNTRAINED: dict[str, Act] = {
 }
 ALONE: dict[str, Act] = {f"train: {error!r} in {place}": lambda p, f, place=place, error=error: layer(
     place, error, lambda: train(p, BATCHES)) for error in (ERROR, INTERRUPT)
-    for place in ("front", "back", "backward of front", "backward of back")} | {
+    for place in ("front", "back", "backward of front", "backward of back", *STEPS)} | {
     "train: signal in front": lambda p, f: layer("front", SIGNAL, lambda: train(p, BATCHES)),
     "train: signal in a backward": lambda p, f: layer("backward of back", SIGNAL, lambda: train(p, BATCHES)),
     "evaluate: interrupted": lambda p, f: layer("back", INTERRUPT, lambda: evaluate(p, averaged=True)),
@@ -353,6 +379,15 @@ def test_calls_that_fail_in_two_processes_leave_every_rank_as_it_was(arguments: 
 def test_every_public_name_has_a_row() -> None:
     rows = {name for row in READING | TRAINED | UNTRAINED for name in row.partition(":")[0].split()}
     assert rows ^ {name for name in vars(Pipeline) if not name.startswith("_")} == NO_ROW
+
+
+@pytest.mark.parametrize("calls", [
+    lambda pipe: pipe.evaluate(BATCHES, lambda named: pipe.state_dict()),
+    lambda pipe: layer("front", pipe.drain, lambda: train(pipe, BATCHES)),
+    lambda pipe: (train(pipe, BATCHES), layer("step", pipe.usage, lambda: train(pipe, BATCHES)))])
+def test_a_call_within_another_is_told_so(calls: Callable[[Pipeline], Any]) -> None:
+    with pytest.raises(UserError, match="calls the pipeline in the middle of an update or evaluation"):
+        calls(pipeline())
 
 
 def test_a_change_under_way_is_refused_again() -> None:

@@ -147,7 +147,7 @@ class Watchdog:
         self._arrived: dict[str, Mapping[str, Any]] = {}  # exchanges by their names, until they are taken
         self._arrival, self._names = Condition(), Counter[str]()
         self._over = False  # nothing arrives any more
-        self._stepping: dict[int, int] = {}  # by pipeline, the latest batch in which this rank may step
+        self._stepping: dict[int, tuple[int, bool | None]] = {}  # by pipeline, the arguments of ``may_step``
         self.abandoned = set[tuple[int, int] | None]()
         self._in_parts = False  # this rank has exchanged values with some of the others only
         self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
@@ -247,14 +247,18 @@ class Watchdog:
             self._wake.send(b".")
 
     def give_up(self, batch: tuple[int, int]) -> bool:
-        """Keep all ranks from stepping in a batch; return False if one may have stepped."""
-        name = self.next_name(f"rank {self.rank} gives up a batch")
-        self._connection.send({"give up": batch, "by": self.rank, "name": name})
-        return not any(stepped for *_, stepped in self.take(name, "giving up a batch", self.timing.silent_s))
+        """Keep all ranks from stepping in a batch; return False if one has stepped."""
+        while True:
+            name = self.next_name(f"rank {self.rank} gives up a batch")
+            self._connection.send({"give up": batch, "by": self.rank, "name": name})
+            stepped = [vote for *_, vote in self.take(name, "giving up a batch", self.timing.silent_s)]
+            if None not in stepped:  # of a rank that is about to know
+                return not any(stepped)
+            sleep(0.01)
 
-    def may_step(self, batch: tuple[int, int]) -> bool:
-        """Note that this rank steps in a batch; return False if the batch is given up."""
-        self._stepping[batch[0]] = batch[1]  # before it looks: the thread that answers looks in the other order
+    def may_step(self, batch: tuple[int, int], stepped: bool | None) -> bool:
+        """Note whether this rank has stepped in a batch, None: now it tries; return False if the batch is given up."""
+        self._stepping[batch[0]] = batch[1], stepped  # before it looks: the thread that answers does so in turn
         return batch not in self.abandoned
 
     # -- exchanges: the protocol ExchangeLine ------------------------------------------------------------------
@@ -459,7 +463,8 @@ class Watchdog:
             if "give up" in message:
                 pipeline, number = message["give up"]
                 self.abandoned.add((pipeline, number))
-                vote = ["giving up a batch", None, self._stepping.get(pipeline, -1) >= number]
+                latest, stepped = self._stepping.get(pipeline, (-1, False))
+                vote = ["giving up a batch", None, latest > number or (latest == number and stepped)]
                 self.give({"give": message["name"], "value": vote, "of": list(range(self.ranks)),
                            "hears": self.rank == message["by"]})
             if "fault" in message:

@@ -143,6 +143,8 @@ def together(method: Method) -> Method:
     @wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         engine = getattr(self, "engine", None) or self._engine
+        if engine.collectives.job.ranks > 1 or engine._interpreter.running:
+            engine.check_outside()
         if engine.collectives.job.ranks == 1:
             return method(self, *arguments, **keywords)
         limit_groups(engine.collectives.timeout_s)

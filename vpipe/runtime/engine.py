@@ -432,9 +432,7 @@ class Engine:
     @set_aside
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
-        if self._inside is not None:
-            raise UserError(f"{self._inside} calls the pipeline in the middle of an update",
-                            hint="call it in the body of the loop; with pauses=..., if there is no flush")
+        self.check_outside()
         self._check_not_wrapped()
         stream = self._stream
         if not self._interpreter.broken:
@@ -446,6 +444,15 @@ class Engine:
             self._end_stream(stream)
         self.collectives.job.all_gather(None, "draining")
         return steps
+
+    def check_outside(self) -> None:
+        """Refuse a call in the middle of another one; and among processes one of a pipeline that has failed."""
+        if self._inside is not None or self._interpreter.running:
+            raise UserError(f"{self._inside or 'a function, a layer or an optimizer'} calls the pipeline in the middle "
+                            "of an update or evaluation", hint="call it in the body of the loop, with pauses=... if "
+                            "there is no flush, or when evaluate has returned")
+        if self.collectives.job.ranks > 1:
+            self._interpreter.check_whole()
 
     def _check_not_wrapped(self) -> None:
         for stage in self.local_stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -26,6 +26,8 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting, TiedVersionOf
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 from vpipe.schedules.versions import StreamVersions
+
+MIDDLE = "the middle of an update: its stages are at different versions"
 
 
 class RankProgram(NamedTuple):
@@ -172,14 +174,14 @@ class Interpreter:
         self.broken = self.stepped = False
         self._batch: tuple[int, int] | None = None
         for worker in workers.values():
-            worker.optimizer_steps.may_step = self._may_step
-        self.why = "in the middle of an update: its stages are at different versions"
+            worker.optimizer_steps.stepping = self._stepping
+        self.why: str | None = None  # nothing, or a segment is running
 
     def run(self, segment: Segment, program_of: Callable[[int], RankProgram],
             batch: tuple[int, int] | None = None) -> Iterator[int]:
         """Execute a segment, a ``batch`` that processes can give up together or another one; yield each step when every
         stage of this process has made all its updates."""
-        self.stepped, self._batch = False, batch
+        self.stepped, self._batch, self.why = False, batch, None
         keep = segment.training and (batch is not None or not self._distributed)
         self._put_back = [stage.kept_state() for stage in self._stages if keep and stage.forwards_change_state]
         programs = {rank: program_of(rank) for rank in self._workers}
@@ -204,7 +206,10 @@ class Interpreter:
                         done += 1
                 else:
                     self._results.send(segment, 0, rank)
-            if not segment.training or self._may_step():
+            if segment.training:
+                with self._stepping(lambda: bool):
+                    pass
+            if not segment.training or self.stepped:
                 for worker in self._workers.values():
                     worker.end()
                 if segment.training:
@@ -257,22 +262,44 @@ class Interpreter:
                     for value, stage, index, home in [found])
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
-    def _may_step(self) -> bool:
-        """Return whether weights may change now, and note that they do; not in a batch that is given up."""
-        self.stepped = (self.stepped or self._batch is None or watch.watchdog is None
-                        or watch.watchdog.may_step(self._batch))
-        return self.stepped
+    @contextmanager
+    def _stepping(self, mark: Callable[[], Callable[[], bool]]) -> Iterator[bool]:
+        """Let a stage step, unless the batch is given up; the first one here may fail before it has changed anything.
+
+        Args:
+            mark: returns a function that tells whether anything was changed since.
+        """
+        if self.stepped:
+            yield True
+            return
+        changed = mark()
+        self.stepped = self._may_step(None)
+        try:
+            yield self.stepped
+        except BaseException:
+            self.stepped = changed()
+            raise
+        finally:
+            self._may_step(self.stepped)
+
+    def _may_step(self, stepped: bool | None) -> bool:
+        return self._batch is None or watch.watchdog is None or watch.watchdog.may_step(self._batch, stepped)
+
+    @property
+    def running(self) -> bool:
+        """Return whether a segment is between two steps."""
+        return self.broken and self.why is None
 
     def fail(self, why: str = "") -> None:
         """Note a failure before the steps that stages have made were counted; or another, and why."""
-        self.broken, self.why = self.broken or self.stepped or bool(why), why or self.why
+        self.broken = self.broken or self.stepped or bool(why)
+        self.why = why or self.why or f"in {MIDDLE}"
 
     def _abandon(self, whole: int) -> None:
         """Undo a failed segment if no stage has stepped in it: training may go on. Over several processes that is
         impossible in the midst of transfers; ``whole``: updates that all stages here have made."""
         if self.stepped or self._distributed:
-            middle = "the middle of an update: its stages are at different versions"
-            self.why = (f"in {middle if self.stepped else 'transfers between ranks, which cannot be called back'}; "
+            self.why = (f"in {MIDDLE if self.stepped else 'transfers between ranks, which cannot be called back'}; "
                         f"update {whole} was the last that all stages here have made")
             return
         self.undo()

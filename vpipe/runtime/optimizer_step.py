@@ -167,7 +167,7 @@ class OptimizerSteps:
         gradient_norm: of all stages at the latest update, before clipping; None when not clipped globally.
         norms: by stage of this rank, of each gradient of its latest update, before clipping, where norms
             are computed.
-        may_step: called when a step is about to change weights; where it returns False, none is made.
+        stepping: the context of a step, given what marks the state before; where it gives False, no step is made.
         skipped: steps of which an update was skipped.
         norm_dtypes: by stage of this rank, in which the norms by which it clips are added up.
     """
@@ -188,7 +188,7 @@ class OptimizerSteps:
         self._audience: Mapping[int, Sequence[int]] = {s: list(self._sources[s]) for s in owners}
         self.skipped: set[int] = set()
         self.observer: StepObserver | None = None
-        self.may_step: Callable[[], bool] = lambda: True
+        self.stepping: Callable[[Callable[[], Callable[[], bool]]], AbstractContextManager[bool]]
         self._completed: Counter[int] = Counter()  # by replicated stage: backwards of the update at hand
         self.gradient_norm: Tensor | None = None
         self.norms: dict[int, Tensor] = {}
@@ -228,11 +228,13 @@ class OptimizerSteps:
                 optimizer.fix_rates()
 
     def abandon(self) -> None:
-        """Drop an update that failed before a step."""
+        """Drop an update that failed before a step, or in one that has changed nothing."""
         for store in (self._completed, self._norms, self._steps):
             store.clear()
         for reducer in self.reducers.values():
             reducer.abandon()
+        for stage, version in self._before.items():
+            self._stages[stage].weights.unmake(version)
 
     # -- gradients -------------------------------------------------------------------------------------
 
@@ -322,13 +324,15 @@ class OptimizerSteps:
             self._complete_gradients(stage, update)
         elif self._uses_norms:
             norms = self._norms_before(stage, number)
-        if not self.may_step():  # all that others send has arrived
-            return
-        if self.observer is not None:
-            self.observer.gradients(number, {name: gradient for name, gradient in
-                                             zip(weights.names, weights.gradients, strict=True) if weights.owns(name)})
         step = update * self._assignment.per_update(stage) // self._assignment.per_step
-        applied = self._apply(stage, weights, norms, self._rate(stage, step))
+        with self.stepping(self.optimizers[stage].mark) as may_step:  # all that others send has arrived
+            if not may_step:
+                return
+            if self.observer is not None:
+                self.observer.gradients(number, {
+                    name: gradient for name, gradient in zip(weights.names, weights.gradients, strict=True)
+                    if weights.owns(name)})
+            applied = self._apply(stage, weights, norms, self._rate(stage, step))
         if not applied:
             self.skipped.add(self._segment.steps_before + step)
         if self.scaler is not None:

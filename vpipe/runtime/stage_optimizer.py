@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from math import nan
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from vpipe import accelerator
 from vpipe.errors import Problem, UserError, VpipeError, counted
-from vpipe.runtime.sharded_tensors import is_sharded
+from vpipe.runtime.sharded_tensors import is_sharded, local
+from vpipe.runtime.weight_versions import sample
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
 """Result of an optimizer factory: an optimizer, a list of them, or None where nothing is to be trained."""
@@ -136,6 +138,30 @@ class StageOptimizer:
             _step(optimizer)
         if before is not None:
             self.written.update(_changed(before, self._numbers()))
+
+    def mark(self) -> Callable[[], bool]:
+        """Return a function that tells whether anything was changed since; if not, it drops state that is new."""
+        def marks() -> dict[object, object]:
+            found: dict[object, object] = {} if all(map(is_of_torch, self.optimizers)) else {"": self._numbers()}
+            for optimizer in self.optimizers:
+                look = _mark_of(optimizer)
+                found |= {id(p): look(p) for group in optimizer.param_groups for p in group["params"]}
+                for p, state in optimizer.state.items():
+                    for key, value in state.items() if isinstance(state, Mapping) else [("", state)]:
+                        found[id(p), key] = look(value)
+            return found
+
+        def changed() -> bool:
+            now = marks()
+            if any(now.get(key) != mark for key, mark in before.items()):
+                return True
+            for p, state in (each for optimizer in self.optimizers for each in optimizer.state.items()):
+                for key in [key for key in state if (id(p), key) not in before]:
+                    del state[key]
+            return False
+
+        before = marks()
+        return changed
 
     def numbers(self) -> Numbers:
         """Return the numbers beside the state of parameters, in words. To read one that is on a GPU waits for it."""
@@ -352,6 +378,22 @@ def stepped_without_gradients(own: StageOptimizer) -> StageOptimizer:
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Return whether this is one of torch's, which step each parameter by its own gradients and state."""
     return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _mark_of(optimizer: Optimizer) -> Callable[[object], object]:
+    """Return what marks a value that an optimizer's step may change: of a tensor the version, and unless torch's own
+    operations alone change it, some values; NaN, which equals nothing, where these cannot be seen at once."""
+    counts = is_of_torch(optimizer) and not ("step" in vars(optimizer) or optimizer._optimizer_step_pre_hooks or (
+        _global_optimizer_pre_hooks) or any(group.get("fused") for group in optimizer.param_groups))
+
+    def mark(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value if value is None or type(value) in (bool, int, float) else nan
+        if counts:
+            return value._version
+        values = sample(local(value)) if value.layout is torch.strided else b""
+        return (value._version, values) if values else nan
+    return mark
 
 
 def _step(optimizer: Optimizer) -> None:

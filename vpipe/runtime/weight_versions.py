@@ -359,6 +359,14 @@ class WeightVersions:
         self._pins.clear()
         self.choose(None)
 
+    def unmake(self, version: int) -> None:
+        """Go back to the version before a step that has changed nothing."""
+        if self.latest != version:
+            made, self.latest = self._leaves.pop(self.latest), version
+            self._leaves.setdefault(version, made)
+            for leaf, master in self._stepped_here():
+                set_data(master, leaf.data)
+
     def install(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Make received values (owned by the caller no longer) the latest version."""
         leaves = [new_leaf(wrapped(tensor, leaf), leaf) for tensor, leaf in zip(tensors, self.leaves(), strict=True)]
@@ -401,8 +409,8 @@ class WeightVersions:
     def _apply(self, change: Callable[[], object]) -> None:
         if self._widened is None:
             self.widen_gradients()
-        self._widened = None
         change()
+        self._widened = None
         for master, leaf in zip(self.masters.values(), self.leaves(), strict=True):
             master.grad = None
             if self._unrounded is None and local(master).data_ptr() != local(leaf).data_ptr():  # p.data = ...

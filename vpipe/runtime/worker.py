@@ -173,7 +173,8 @@ class Worker:
             else:
                 self.operations[op](stage, index)
         except Exception as error:
-            if (op.second_half or op.recomputation or op.host_bytes is not None) and self._gives_up(error, action):
+            late = op.second_half or op.recomputation or op.makes_version or op.host_bytes is not None
+            if late and self._gives_up(error, action):
                 return
             failure = self._as_ours(error, action)
             if not isinstance(failure, RunError):
@@ -319,10 +320,10 @@ class Worker:
         self.held, self.passing = (self.segment.first + action.index, action.stage, failure), self._holds
 
     def _gives_up(self, error: Exception, action: Action) -> bool:
-        """Hold an error of a layer; return False where that cannot be, such as when a rank may have stepped."""
+        """Hold an error; return False where that cannot be, such as when a rank has stepped, which one asks anew."""
         if not self._holds or (watchdog := watch.watchdog) is None or watchdog.fault is not None:
             return False
-        if self._batch in watchdog.abandoned:  # another rank's stand-ins may be the cause
+        if self._batch in watchdog.abandoned and not action.op.makes_version:  # stand-ins may be the cause
             self.passing = True
         elif self._batch is None or watchdog.give_up(self._batch):
             self._hold(error, action)
