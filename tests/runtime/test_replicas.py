@@ -278,6 +278,28 @@ def test_a_weight_that_gets_several_gradients_in_one_backward() -> None:
     assert_same_state(pipe.state_dict(), run.state)
 
 
+class Still(nn.Module):
+    """Uses a layer whose weight gets no gradient here."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.inner.weight.detach())
+
+
+def test_a_weight_of_two_backwards_that_gets_a_gradient_in_one_of_them() -> None:
+    """Its sum is complete when the whole backward is: its layer is recomputed, and another that uses it is not."""
+    inner = nn.Linear(4, 4)
+    layers = nn.Sequential(Still(inner), nn.Linear(4, 4), inner, nn.Linear(4, 3))
+    model = Model.sequential(layers, nn.CrossEntropyLoss())
+    batches = [{"input": each["x"], "target": torch.arange(8) % 3} for each in noise(3, 8)]
+    whole, pipe = (Pipeline(model, lambda p: torch.optim.SGD(p, 0.1), stages=Cut(1, recompute=part, ranks=2),
+                            microbatches=4) for part in (0.0, 0.5))
+    assert [step.loss for step in pipe.train(batches)] == [step.loss for step in whole.train(batches)]
+
+
 def test_sparse_gradients_are_refused() -> None:
     layers = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
     model = Model.sequential(layers, loss=nn.CrossEntropyLoss())

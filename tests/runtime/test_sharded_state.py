@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,11 +120,8 @@ def plain(folder: str | None) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, foreach=False)
     if folder is not None:
         mine, its = get_state_dict(whole, optimizer, options=FLAT)
-        its = {name: value for name, value in its.items() if name.startswith("state.")}
         dcp.load({"pipe": {"model": mine, "optimizer": its}}, checkpoint_id=folder)
-        groups = {name: value for name, value in get_state_dict(whole, optimizer, options=FLAT)[1].items()
-                  if not name.startswith("state.")}
-        set_state_dict(whole, optimizer, model_state_dict=mine, optim_state_dict=its | groups, options=FLAT)
+        set_state_dict(whole, optimizer, model_state_dict=mine, optim_state_dict=its, options=FLAT)
     return whole, optimizer
 
 
@@ -180,6 +178,27 @@ def test_what_a_pipeline_saved_loads_into_plain_fsdp2(world: World, tmp_path: Pa
     expected = losses(pipe, batches(2, 2))
     for run in world.run(loaded_by_fsdp, folder=str(tmp_path)):
         assert run == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("page", ["mesh.md", "mesh.zh.md"])
+def test_the_recipes_of_the_page_load_both_ways(page: str, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    to_pipeline, to_plain = re.findall(r"^```\n(state = .*?|model_state, .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    first, batch = pipeline(microbatches=1), batches(2, 1)
+    list(first.train(batches(0, 2)))
+    dcp.save({"pipe": first.sharded}, checkpoint_id=tmp_path / "pipeline")
+    whole = nn.ModuleDict({"b0": Block(8, 16), "b1": Block(8, 16), "b2": Block(8, 16), "loss": Loss(8, 4)})
+    names = {**globals(), "flat": FLAT, "model": whole,
+             "optimizers": (made := torch.optim.AdamW(whole.parameters(), lr=0.5)), "folder": tmp_path / "pipeline"}
+    exec(to_plain, names)
+    assert made.param_groups[0]["lr"] == 1e-2
+    state = get_state_dict(whole, made, options=FLAT)
+    dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=tmp_path / "plain")
+    names |= {"pipe": (second := pipeline(microbatches=1, seed=9)), "folder": tmp_path / "plain"}
+    exec(to_pipeline, names)
+    [expected] = losses(first, batch)
+    assert losses(second, batch) == [expected]
+    assert step(whole, made, batch[0]) == expected
 
 
 def test_a_whole_model_loads_and_what_is_none_is_refused() -> None:

@@ -125,6 +125,16 @@ def test_updates_skipped_for_the_gradient_of_one_stage(schedule: str, changed: s
     assert {name.partition(".")[0] for name in different} == changed
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_skipped_update_moves_no_average(schedule: str) -> None:
+    pipe = pipeline(schedule, partition=[2, 3], average=0.5)
+    list(pipe.train(batches()[:2]))
+    before = pipe.state_dict(averaged=True)
+    assert any(not torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+    assert all(step.skipped for step in pipe.train(batches(spoiled=dict.fromkeys(range(4), math.nan))[:1]))
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict(averaged=True).items())
+
+
 def test_coding_does_not_carry_it_on() -> None:
     pipe = pipeline("1f1b", partition=[2, 3], compress="int8")
     steps = list(pipe.train(batches(x={5: math.nan})))

@@ -298,7 +298,9 @@ ON_ONE: dict[str, Act] = {f"{name} on rank {rank}": partial(call, rank) for rank
     "evaluate: fewer batches": lambda rank, p, f: p.evaluate(on_one(rank, BATCHES[:4])),
     "evaluate: empty": lambda rank, p, f: p.evaluate(on_one(rank, []), averaged=True),
     "evaluate: no iterator": lambda rank, p, f: p.evaluate(on_one(rank, Unreadable()), averaged=True),
-    "train: no iterator": lambda rank, p, f: train(p, on_one(rank, Unreadable()))}.items()}
+    "train: no iterator": lambda rank, p, f: train(p, on_one(rank, Unreadable())),
+    "state_dict: no memory for another's": lambda rank, p, f: patched(
+        "vpipe.runtime.collectives.torch.empty", MemoryError(), p.state_dict, rank)}.items()}
 """Of two processes."""
 NO_ROW = {"stop"}
 """It ends the next training, which has tests of its own."""

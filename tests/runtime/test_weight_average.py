@@ -49,6 +49,22 @@ def test_it_is_the_average_of_the_oracles_weights(tmp_path: Path, words: dict[st
     assert all(torch.equal(value, average[name]) for name, value in other.state_dict(averaged=True).items())
 
 
+@pytest.mark.parametrize("averaged", [False, True])
+def test_it_begins_with_loaded_weights_unless_an_average_is_loaded(averaged: bool, tmp_path: Path) -> None:
+    first, second = (pipeline_of(rich_model, stages=2, average=each) for each in (DECAY if averaged else None, DECAY))
+    batches = rich_batches(3, 8)
+    list(first.train(batches[:2]))
+    first.save(tmp_path / "saved")
+    second.load(tmp_path / "saved")
+    begin = first.state_dict(averaged=averaged)
+    assert all(torch.equal(value, begin[name]) for name, value in second.state_dict(averaged=True).items())
+    list(second.train(batches[2:]))
+    trained = {name for name, value in first.state_dict().items() if not torch.equal(value, second.state_dict()[name])}
+    for name, value in second.state_dict(averaged=True).items():
+        if name in trained:
+            torch.testing.assert_close(value, DECAY * begin[name] + (1 - DECAY) * second.state_dict()[name])
+
+
 def test_a_failed_evaluation_puts_the_weights_back() -> None:
     pipe = pipeline_of(rich_model, stages=2, average=DECAY)
     list(pipe.train(rich_batches(2, 8)))

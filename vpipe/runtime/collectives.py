@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial, reduce, wraps
+from importlib.metadata import distributions
 from inspect import signature
 from itertools import chain, product
 from math import nan
@@ -26,7 +27,7 @@ from vpipe.checkpoint.manifest import View
 from vpipe.description.description import Description
 from vpipe.distributed.init import exchange, limit_groups
 from vpipe.distributed.lanes import Lanes
-from vpipe.distributed.value_exchange import Exchange
+from vpipe.distributed.value_exchange import DOING, Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import check_alike, kind_of
@@ -39,7 +40,6 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equal, is_joint, is_of_torch
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
-from vpipe.runtime.transport.transport import as_bytes, from_bytes
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import describe_rank
 from vpipe.schedules.schedule import Schedule
@@ -64,7 +64,7 @@ ROUND_TRIPS = 40
 """Round trips of a comparison of two clocks."""
 
 
-def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, among: Sequence[int],
+def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, among: Sequence[int], job: Exchange,
                       timeout_s: float | None = None) -> dict[str, Tensor]:
     """Return the named tensors of one rank on every rank, in host memory. All these ranks must call it.
 
@@ -75,35 +75,26 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, among: Sequenc
         tensors: of the source; the other ranks give none.
         source: the rank that has them.
         among: the ranks that are to have them.
+        job: whose ranks all call this, each for its own source; where one has no memory, all raise that.
         timeout_s: how long one tensor may take; None: as long as the process group says.
 
     Raises:
         RunError: a rank did not answer in that time, or is gone.
     """
     limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
-    group, doing = control_group(*limit), "sharing what each has"
-
-    def transfer(tensor: Tensor, way: Callable[[Tensor, int, dist.ProcessGroup], dist.Work | None],
-                 peer: int) -> Tensor:
-        if tensor.numel():
-            work = way(tensor, peer, group)
-            assert work is not None, "this rank is in the group"
-            work.wait(*limit)
-        return tensor
-
-    if dist.get_rank() != source:
-        with PeerTransfer(source, doing, timeout_s):
-            size = transfer(torch.empty(1, dtype=torch.int64, device="cpu"), dist.irecv, source)
-            text = transfer(torch.empty(int(size), dtype=torch.uint8, device="cpu"), dist.irecv, source)
-            return {name: transfer(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"), dist.irecv, source)
-                    for name, shape, dtype in from_bytes(text)}
-    shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = as_bytes([[name, t.shape, str(t.dtype).removeprefix("torch.")] for name, t in shared.items()])
-    for peer in (other for other in among if other != source):
-        with PeerTransfer(peer, doing, timeout_s):
-            for tensor in (torch.tensor([text.numel()], device="cpu"), text, *shared.values()):
-                transfer(tensor, dist.isend, peer)
-    return {name: t.clone() for name, t in shared.items()}
+    group, own = control_group(*limit), dist.get_rank() == source
+    described = job.from_rank([[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
+                               for name, t in tensors.items()], source)
+    with job.whole():
+        shared = {name: tensors[name].detach().to("cpu", copy=True).contiguous() if own else
+                  torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for name, shape, dtype in described}
+    for peer in (other for other in (among if own else [source]) if other != dist.get_rank()):
+        with PeerTransfer(peer, DOING, timeout_s):
+            for tensor in filter(Tensor.numel, shared.values()):
+                work = dist.isend(tensor, peer, group) if own else dist.irecv(tensor, peer, group)
+                assert work is not None, "this rank is in the group"
+                work.wait(*limit)
+    return shared
 
 
 def clock_offset() -> float:
@@ -226,7 +217,7 @@ class Collectives:
         if len(among) == 1:
             return [dict(tensors[rank]) for rank in self._placement[-1]]
         mine = next(iter(tensors.values()), {})
-        return [broadcast_tensors(mine, lane[rank % len(lane)], among, self.timeout_s)
+        return [broadcast_tensors(mine, lane[rank % len(lane)], among, self.job, self.timeout_s)
                 for lane in lanes for rank in self._placement[-1]]
 
     def _is_parted(self, ranks: Sequence[int]) -> bool:
@@ -282,7 +273,9 @@ class Collectives:
         whole = zlib.crc32(repr((schedule.programs, description.cut.recomputed)).encode())
         foreign = sorted(kind.meaning for kind in schedule.kinds if not kind.is_own)
         parts = (description.update, description.transfers, description.execution, description)
-        mine = {"the mesh": self._lanes, "the kinds of actions of packages": ", ".join(foreign) or "none",
+        version = next((each.version for each in distributions(name="vpipe")), "not installed")
+        mine = {"the version of vpipe": version, "the mesh": self._lanes,
+                "the kinds of actions of packages": ", ".join(foreign) or "none",
                 **{name: value for part in parts for name, value in vars(part).items() if name not in _OF_RANK},
                 "batch": model.batch, "labels": model.labels, **{f"layer '{each.name}'": each for each in model.layers},
                 "the schedule": f"{schedule.name}, layers {description.cut.partition}, checksum {whole:08x}"}
@@ -445,18 +438,18 @@ class Collectives:
     def first_buffers(self) -> Iterator[None]:
         """Give every replica the buffers (running statistics) of the first, and restore its own at the end."""
         own: list[tuple[Tensor, Tensor]] = []
-        for stage, ranks in enumerate(self._placement):
-            if len(ranks) == 1:
-                continue
-            first = self._stage(stage, ranks[0])
-            shared = self._broadcast(ranks[0], {name: local(buffer) for name, buffer in first.named_buffers()}
-                                     if first else {})
-            for rank in ranks[1:]:
-                if (here := self._stage(stage, rank)) is not None:
-                    for name, buffer in here.named_buffers():
+        try:
+            for stage, ranks in enumerate(self._placement):
+                if len(ranks) == 1:
+                    continue
+                first = self._stage(stage, ranks[0])
+                shared = self._broadcast(ranks[0], {name: local(buffer) for name, buffer in first.named_buffers()}
+                                         if first else {})
+                others = [each for rank in ranks[1:] if (each := self._stage(stage, rank)) is not None]
+                with self.problems_of_all():
+                    for name, buffer in chain.from_iterable(each.named_buffers() for each in others):
                         own.append((buffer, buffer.clone()))
                         local(buffer).copy_(shared[name])
-        try:
             yield
         finally:
             for buffer, value in reversed(own):  # of a buffer under two names the first value is its own
@@ -470,7 +463,7 @@ class Collectives:
         """Return the tensors of a rank on every rank."""
         if len(self._lane) == 1:
             return dict(tensors)
-        return broadcast_tensors(tensors, self._lane[rank], self._lane, self.timeout_s)
+        return broadcast_tensors(tensors, self._lane[rank], self._lane, self.job, self.timeout_s)
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from vpipe.runtime.sharded_tensors import is_sharded, whole
 from vpipe.runtime.stage_optimizer import stepped_without_gradients
 from vpipe.runtime.state_dict import optimizer_entries
 
-_POSITION = "position"
+_POSITION, _OPTIONS = "position", (bool, int, float, str, tuple, Tensor, type(None))
 
 
 class PipelineCheckpoint:
@@ -119,7 +120,8 @@ class ShardedState:
     of torch nests what a plain model has, so that DCP loads one into the other, whatever the mesh and the cut::
 
         model      <layer>.<parameter or buffer>
-        optimizer  state.<layer>.<parameter>.<entry>
+        optimizer  state.<layer>.<parameter>.<entry>; param_groups.<layer>.<parameter>.<option>, which a pipeline does
+                   not load: it has those of its own optimizers
         vpipe      position; and what else a pipeline resumes from, see :mod:`vpipe.runtime.state_dict`
     """
 
@@ -135,7 +137,7 @@ class ShardedState:
         into.
         """
         here = self._engine.tensors_here()
-        position, optimizer = self._engine.position, dict[str, Tensor]()
+        position, optimizer = self._engine.position, dict[str, Any]()
         # Also without a step of its own a pipeline may have the state that a plain model saved.
         there = any(self._engine.collectives.job.all_gather(any(name.startswith("optim.") for name in here)))
         for worker in self._engine.workers.values():
@@ -143,6 +145,10 @@ class ShardedState:
                 weights = worker.stages[stage].weights
                 entries = optimizer_entries(made if there else stepped_without_gradients(made), weights)
                 optimizer |= {f"state.{name.removeprefix('optim.')}": tensor for name, tensor in entries.items()}
+                optimizer |= {f"param_groups.{name}.{key}": deepcopy(value)
+                              for name, (each, group) in made.of_parameter.items() if weights.owns(name)
+                              for key, value in each.param_groups[group].items()
+                              if key != "params" and isinstance(value, _OPTIONS)}
         numbers = [int(there), position.steps, position.samples, *position.as_numbers(self._batch).values()]
         model = {name: value for stage in self._engine.local_stages for name, value in stage.state().items()}
         others = {name: tensor for name, tensor in here.items() if not name.startswith(("model.", "optim."))}
