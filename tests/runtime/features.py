@@ -309,8 +309,8 @@ FILE = "0F0,0OFFLOAD0,0F1,0F2,0FETCH0,0B0,0F3,0B1,0R2,0B2,0B3\n1F0,1I0,1F1,1W0,1
 """A schedule that nobody has registered, with activations on the host, recomputation and split backwards."""
 
 COVERS: dict[str, tuple[str, ...]] = {
-    "1f1b": ("Pipeline.train", "Precision.name", "Transfers.compress", "Execution.executor", "Model.layers",
-             "Model.batch", *(f"Layer.{name}" for name in ("name", "build", "inputs", "outputs")),
+    "1f1b": ("Pipeline(model)", "Pipeline.train", "Precision.name", "Transfers.compress", "Execution.executor",
+             "Model.layers", "Model.batch", *(f"Layer.{name}" for name in ("name", "build", "inputs", "outputs")),
              *(f"kind {kind}" for kind in ("F", "B", "STEP", "SEND_F", "RECV_F", "SEND_B", "RECV_B"))),
     "zb_h1": ("kind I", "kind W"), "2bw": ("kind USE",), "shared_model": ("Layer.shared",),
     "thrice_tied_model": ("Layer.ties", "kind SEND_TIED_W", "kind RECV_TIED_W", "kind SEND_TIED_G", "kind RECV_TIED_G"),
@@ -332,8 +332,8 @@ ROWS: dict[str, Feature] = {
     "Cut.recompute=some": Feature({"recompute": 0.5}),
     "Cut.ranks": Feature({"ranks": 2}),
     "Cut.ranks=unequal": Feature({"ranks": "unequal"}),
-    "Description.microbatches": Feature({"microbatches": 6}),
-    "Description.seed": Feature({"seed": 7, "device": "cpu"}, covers=("Execution.device",)),
+    "Description.microbatches": Feature({"microbatches": 6}, covers=("Pipeline(microbatches)",)),
+    "Description.seed": Feature({"seed": 7, "device": "cpu"}, covers=("Execution.device", "Pipeline(seed)")),
     "Update.optimizer": Feature({"optimizer": Matrices()}),
     "Update.optimizer=several": Feature({"optimizer": MuonAndAdamW()}),
     "Update.learning_rate_factor": Feature({"optimizer": OptimizerSettings("nadam", 0.01, weight_decay=0.1),
@@ -380,6 +380,17 @@ ROWS: dict[str, Feature] = {
 }
 DEFAULT = {"Precision.name=fp32", "Transfers.compress=none", "Execution.executor=overlapped", "Model=short_model"}
 ROWS = {name: row for name, row in ROWS.items() if name not in DEFAULT}
+
+KEYS = {
+    "Update.optimizer": "learning_rate momentum weight_decay", "Update.learning_rate_factor": "lr_policy warmup_steps",
+    "Update.skip_not_finite": "on_nan", "Asynchronous.delay_correction": "delay_correction_strength",
+    "Description.microbatches": "num_microbatches", "Pipeline.train(updates)": "epochs max_steps",
+    "Pipeline.train(stop)": "max_minutes", "Pipeline.evaluate": "evaluate_every evaluation_batches",
+    "Pipeline.record": "profile_iteration exit_after_profile", "Cut.stages": "model_parallel_size",
+    "Cut.ranks": "data_parallel_size stage_to_rank_map", "Execution.mesh": "tensor",
+    "Pipeline.schedule_kernels": "use_orion_scheduler orion_strict", "Transfers.compress": "compress_rounding",
+    "": "sample_prompts print_frequency threads memory master_port master_address interface"}
+"""Keys of the sections training and parallel that are no words, by what they set; the last are beside the pipeline."""
 
 VERTICAL = "pipedream_vertical_sync"
 ONE_STAGE = {"1f1b", "2bw", "gpipe", "pipedream", "seq1f1b", "zb_h1", "zb_h2"}
@@ -538,6 +549,7 @@ def wanted() -> set[str]:
                                "Transfers.compress": CODECS, "Execution.executor": Executor.names()}.items():
         names |= {f"{field_name}={value}" for value in values} - DEFAULT
     names |= {f"Model.{name}" for name in signature(Model).parameters}
+    names |= {f"Pipeline({name})" for name in signature(Pipeline).parameters if name not in PARTS}
     for name, member in vars(Pipeline).items():
         if not name.startswith("_"):
             told = signature(member).parameters.values() if isfunction(member) else ()

@@ -7,8 +7,12 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from features import DAYS, FILE, PAIRS, ROWS, check, drawn, drawn_for_two, together, wanted
+from features import DAYS, FILE, KEYS, PAIRS, ROWS, check, drawn, drawn_for_two, together, wanted
+from pipelines import WORDS
 from world import World
+
+from vpipe.app.config.config import Config
+from vpipe.app.config.validation import section_of
 
 TODAY = date.today().toordinal()
 
@@ -22,6 +26,13 @@ def test_every_feature_has_a_row() -> None:
     covered = [name for row, feature in ROWS.items() for name in (row, *feature.covers)]
     assert wanted() - {*covered} == set()
     assert {name.partition("=")[0] for name in covered} <= wanted() | {"Model", "Plan", "buckets", "lengths", "reads"}
+
+
+def test_every_key_of_a_config_that_reaches_a_pipeline_has_a_row() -> None:
+    sections = [section_of(Config.model_fields[name]) for name in ("training", "parallel")]
+    keys = {key for section in sections for key in section.model_fields}
+    assert keys - {*WORDS} == {key for own in KEYS.values() for key in own.split()}
+    assert {*KEYS} - {""} <= {name for row, feature in ROWS.items() for name in (row, *feature.covers)}
 
 
 def test_every_feature_is_drawn_thrice_a_day_and_all_pairs_in_a_week() -> None:

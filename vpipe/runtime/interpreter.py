@@ -264,11 +264,8 @@ class Interpreter:
 
     @contextmanager
     def _stepping(self, mark: Callable[[], Callable[[], bool]]) -> Iterator[bool]:
-        """Let a stage step, unless the batch is given up; the first one here may fail before it has changed anything.
-
-        Args:
-            mark: returns a function that tells whether anything was changed since.
-        """
+        """Let a stage step, unless the batch is given up; the first one here may fail before it has changed anything,
+        which the function that ``mark`` returns tells."""
         if self.stepped:
             yield True
             return

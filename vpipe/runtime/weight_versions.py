@@ -364,7 +364,7 @@ class WeightVersions:
         if self.latest != version:
             made, self.latest = self._leaves.pop(self.latest), version
             self._leaves.setdefault(version, made)
-            for leaf, master in self._stepped_here():
+            for leaf, master in zip(self.leaves(), self.masters.values(), strict=True):
                 set_data(master, leaf.data)
 
     def install(self, version: int, tensors: Sequence[Tensor]) -> None:
