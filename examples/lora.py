@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vpipe import Model, Pipeline
+from vpipe.hugging_face import with_adapters
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -34,7 +35,7 @@ learned = [step.loss for step in first.train(batches(40, turned=False, seed=0))]
 net.load_state_dict(first.state_dict())
 
 lora = LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2", "4"])
-tuned = Pipeline(Model.sequential(net, loss=nn.MSELoss()).with_adapters(lora), partial(torch.optim.AdamW, lr=1e-2),
+tuned = Pipeline(with_adapters(Model.sequential(net, loss=nn.MSELoss()), lora), partial(torch.optim.AdamW, lr=1e-2),
                  stages=4, microbatches=4)
 begun = {name: value.clone() for name, value in tuned.state_dict().items() if ".lora_" in name}
 losses = [step.loss for step in tuned.train(batches(40, turned=True, seed=1))]

@@ -18,6 +18,7 @@ from vpipe.app.families.lora import LoraSettings, base_names, is_adapter
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.weights.export import export_huggingface, export_peft
 from vpipe.app.weights.import_weights import import_adapter
+from vpipe.hugging_face import with_adapters
 
 MICROBATCHES, RATE = 4, 1e-2
 
@@ -26,7 +27,7 @@ def check_training(base: Model, targets: Sequence[str], batches: Sequence[Mappin
     """The same layers in one module, into which peft puts the adapters at once, and a loop of plain PyTorch."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets))
-    pipe = Pipeline(base.with_adapters(config), stages=4, microbatches=MICROBATCHES,
+    pipe = Pipeline(with_adapters(base, config), stages=4, microbatches=MICROBATCHES,
                     optimizer=partial(torch.optim.AdamW, lr=RATE))
     before = pipe.state_dict()
     names = [layer.name for layer in base.layers]

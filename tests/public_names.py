@@ -25,7 +25,7 @@ BEGIN, END = "<!-- names: python tests/public_names.py -->", "<!-- end of names 
 
 def is_of_the_library(module: str) -> bool:
     first, *rest = module.split(".")
-    return first == "vpipe" and rest[:1] not in (["app"], ["extras"], ["testing"])
+    return first == "vpipe" and rest[:1] not in (["app"], ["extras"], ["hugging_face"], ["testing"])
 
 
 def file_of(module: str) -> Path:
@@ -119,7 +119,8 @@ def standing_on_it() -> list[Path]:
     kinds = {"vpipe/app": "py", "vpipe/extras": "py", "examples": "py", "site": "py", "docs": "md",
              "site/pages": "md", "examples/notebooks": "ipynb"}
     files = [file for folder, kind in kinds.items() for file in sorted((ROOT / folder).rglob(f"*.{kind}"))]
-    return [ROOT / "vpipe" / "__main__.py", *sorted(ROOT.glob("*.md")), *ROOT.glob("vpipe/extras/*/docs/*.md"),
+    return [ROOT / "vpipe" / "__main__.py", ROOT / "vpipe" / "hugging_face.py", *sorted(ROOT.glob("*.md")),
+            *ROOT.glob("vpipe/extras/*/docs/*.md"),
             *(file for file in files if "tests" not in file.parts and file.name not in ABOUT_INSIDES)]
 
 

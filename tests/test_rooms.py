@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                  "runtime"},
     "__init__": {"lazy", "description", "model", "plan", "pipeline"},
     "testing": {LIBRARY},
+    "hugging_face": {LIBRARY},
     "app.__init__": {"app.recorded_run"},
     "app.progress": set(),
     "app.sizes": {LIBRARY},
@@ -62,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "app.run_log": {LIBRARY},
     "app.command_line": {LIBRARY},
     "app.signals": {LIBRARY},
-    "app.families": {LIBRARY},
+    "app.families": {LIBRARY, "hugging_face"},
     "app.weights": {LIBRARY, "app.families"},
     "app.data": {LIBRARY, "app.progress"},
     "app.visualize": {LIBRARY},
@@ -112,7 +113,7 @@ def room_of(file: Path) -> str:
 
 
 def tier_of(room: str) -> str:
-    if room.startswith(("app.", "__main__")):
+    if room.startswith(("app.", "__main__", "hugging_face")):
         return APPLICATION
     return room if room.startswith("extras") or room == "testing" else LIBRARY
 

@@ -54,7 +54,7 @@ def tier_of(path: Path) -> str:
     """Of a file of ``vpipe/``, by its path there; the tests of an extra are tests."""
     if "tests" in path.parts:
         return "tests"
-    return {"app": "application", "__main__.py": "application", "extras": "extras",
+    return {"app": "application", "__main__.py": "application", "hugging_face.py": "application", "extras": "extras",
             "testing": "testing"}.get(path.parts[0], "library")
 
 

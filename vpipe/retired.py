@@ -11,6 +11,7 @@ _SEARCH = f"export the model ({_EXPORT}) and search with transformers: model.gen
 
 RETIRED: dict[str, str] = {
     "vpipe bench": "write vpipe compare --models NAME,...",
+    "vpipe.Model.with_adapters": "from vpipe.hugging_face import with_adapters: with_adapters(model, config)",
     "vpipe.checkpoint.Manifest.no_longer_used": "leave it out: checkpoints have no error feedback of gradients",
     "vpipe.schedules.Advice": "from vpipe.schedules import delays: delays.mean_delay(schedule, stage), "
                               "delays.greatest_delay(schedule, stage); Pipeline warns where they cost much",

@@ -27,6 +27,7 @@ from vpipe.app.train.run_folder import unlock_runs
 from vpipe.app.weights.export import export_huggingface, export_peft
 from vpipe.checkpoint import Checkpoint, Checkpoints
 from vpipe.errors import UserError
+from vpipe.hugging_face import with_adapters
 from vpipe.runtime.slices import SliceAware
 from vpipe.testing import assert_equals_oracle
 
@@ -67,7 +68,7 @@ def test_a_pipeline_is_its_oracle(words: dict[str, Any]) -> None:
 def test_a_layer_with_adapters_carries_the_same_and_draws_for_each_slice(peft: Any) -> None:
     """Adapters draw for the tokens at hand alone, so that each slice needs a seed of its own."""
     plain = family_named("gpt").factory(ModelSettings(WORDS, **SIZES, dropout=0.1))
-    adapted = plain.with_adapters(peft.LoraConfig(r=4, target_modules=["qkv"], lora_dropout=0.1))
+    adapted = with_adapters(plain, peft.LoraConfig(r=4, target_modules=["qkv"], lora_dropout=0.1))
     assert [layer.carried for layer in adapted.layers] == [layer.carried for layer in plain.layers]
     assert [SliceAware(made.layers[2].make()).by_element for made in (plain, adapted)] == [True, False]
 
@@ -111,16 +112,16 @@ def test_files_of_bert(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
     ({"target_modules": ["query"], "bias": "all"}, "trains other weights, too")])
 def test_what_is_refused(peft: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        family_named("qwen3").factory(settings(None)).with_adapters(peft.LoraConfig(**change))
+        with_adapters(family_named("qwen3").factory(settings(None)), peft.LoraConfig(**change))
 
 
 def test_a_layer_may_be_a_target_itself(peft: Any) -> None:
     model = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), nn.CrossEntropyLoss())
-    named = model.with_adapters(peft.LoraConfig(r=2, target_modules=["0"])).materialize()
+    named = with_adapters(model, peft.LoraConfig(r=2, target_modules=["0"])).materialize()
     assert [name for name, weight in named.named_parameters() if weight.requires_grad] == [
         "0.lora_A.default.weight", "0.lora_B.default.weight"]
     late = Model([Layer("a", partial(nn.Linear, 3, 3), inputs=("x",), outputs=("loss",))], batch=("x",))
-    assert len(late.with_adapters(peft.LoraConfig(r=2, target_modules=["a"])).outline()) == 4
+    assert len(with_adapters(late, peft.LoraConfig(r=2, target_modules=["a"])).outline()) == 4
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of transformers, which peft reads

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from vpipe.arguments import Arguments, shown
 from vpipe.description.cut import balanced, crossings
 from vpipe.errors import Problem, UserError, nearest
-from vpipe.model.adapters import adapted
 from vpipe.model.layer import (
     LOSS,
     Layer,
@@ -117,17 +116,6 @@ class Model:
         model.exact = frozenset({"target"})
         model._check = partial(check_unchanged, modules, children, ties, shared)
         return model
-
-    def with_adapters(self, config: Any) -> Model:
-        """Return this model with the adapters of a ``peft.LoraConfig`` in its layers, and all other weights frozen.
-
-        Layers begin with the same weights as without. ``target_modules`` are names of modules, or ends of them, below
-        ``<layer>.``. Raises UserError where one is in no layer, or its weight is tied.
-        """
-        self._check()
-        made = Model(adapted(self.layers, self.ties, config), self.batch, self.labels, self.label_weights)
-        made.exact = self.exact
-        return made
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
         """Return the whole model on one device, tied parameters shared: for references, export, inference."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vpipe import Model
 from vpipe.errors import UserError
+from vpipe.hugging_face import with_adapters
 
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 """Parts of the names that ``peft`` gives to the weights of a module with an adapter."""
@@ -29,7 +30,7 @@ class LoraSettings:
     dropout: float = 0.0
 
     def added_to(self, model: Model) -> Model:
-        """Return a family's model with the adapters. Raises UserError as :meth:`vpipe.Model.with_adapters` does."""
+        """Return a family's model with the adapters. Raises UserError as ``with_adapters`` does."""
         try:
             from peft import LoraConfig
         except ImportError:
@@ -38,8 +39,8 @@ class LoraSettings:
         targets = self.targets or sorted({path.rpartition(".")[2] for number, layer in enumerate(model.layers[:-1])
                                           for path, part in layer.outline(number).named_modules()
                                           if isinstance(part, nn.Linear)})
-        return model.with_adapters(LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=list(targets),
-                                              lora_dropout=self.dropout))
+        return with_adapters(model, LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=list(targets),
+                                               lora_dropout=self.dropout))
 
     @classmethod
     def from_peft(cls, config: Mapping[str, Any], names: Mapping[str, str]) -> LoraSettings:
