@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                 "distributed"},
     "profiling": {"accelerator", "errors", "lazy", "description", "plugins", "model", "distributed", "runtime", "plan"},
     "pipeline": {"errors", "arguments", "description", "schedules", "model", "distributed", "plan", "checkpoint",
-                 "runtime"},
+                 "runtime", "profiling"},
     "__init__": {"lazy", "description", "model", "plan", "pipeline"},
     "testing": {LIBRARY},
     "hugging_face": {LIBRARY},

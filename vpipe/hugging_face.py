@@ -124,10 +124,6 @@ Leaves = Sequence[tuple[str, Any]]
 """What blocks are given: of a tensor the name, and whether it may be None; of a constant "" and the value."""
 
 
-def _names(leaves: Leaves) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name, _ in leaves if name))
-
-
 def _with_mask(fields: Fields) -> Fields:
     """Return the fields with a mask that masks, for a class leaves out one that does not."""
     return {**fields, "attention_mask": torch.ones_like(fields["input_ids"]).tril()}
@@ -151,15 +147,15 @@ def _embed(module: nn.Module, names: Sequence[str], leaves: Leaves, *values: Ten
     return tuple(made.values()) if len(made) > 1 else made["h"]
 
 
-def _block(module: nn.Module, leaves: Leaves, spec: Any, *values: Tensor) -> Any:
-    tensors = dict(zip(_names(leaves), values, strict=True))
+def _block(module: nn.Module, names: Sequence[str], leaves: Leaves, spec: Any, *values: Tensor) -> Any:
+    tensors = dict(zip(names, values, strict=True))
     args, kwargs = tree_unflatten([other if not name else None if other and not tensors[name].any() else tensors[name]
                                    for name, other in leaves], spec)
     return type(module).forward(module, *args, **kwargs)
 
 
 def _head(module: nn.Module, names: Sequence[str], outputs: Sequence[str], hidden: Tensor, *values: Tensor) -> Any:
-    found = _run(module, dict(zip(names, values, strict=True)), hidden)
+    found = _run(module, dict(zip(names[1:], values, strict=True)), hidden)
     return tuple(found[name] for name in outputs)
 
 
@@ -172,11 +168,6 @@ def _built(part: nn.Module, forward: Callable[..., Any], *settings: object) -> n
     return made
 
 
-def _after_first(labels: Tensor) -> Tensor:
-    """Return which labels count where the class shifts them by one token."""
-    return F.pad(labels[:, 1:] != Model.NO_LABEL, (1, 0))
-
-
 def _cut(model: Any, batch: Fields) -> Model:
     """Return the layers of a model in evaluation mode, compared with the model by a batch."""
     path, blocks = max(((path, part) for path, part in model.named_modules() if isinstance(part, nn.ModuleList)),
@@ -187,45 +178,40 @@ def _cut(model: Any, batch: Fields) -> Model:
             [*outer.parameters(recurse=False)] for outer in above):
         raise ValueError("it has an encoder and a decoder, skips blocks at random, or has weights beside its modules")
 
-    def around(*elsewhere: nn.Module) -> Any:
+    def around(*elsewhere: nn.Module, last: nn.Module = blocks[-1]) -> Any:
         """Return the model without its blocks and these parts; the other parts are the model's own."""
-        stubs = {id(part): _Elsewhere(part, part is blocks[-1]) for part in (*blocks, *elsewhere)}
+        stubs = {id(part): _Elsewhere(part, part is last) for part in (*blocks, *elsewhere)}
         made = deepcopy(model, {id(part): part for part in parts} | stubs)
         made.config.use_cache, made.config.return_dict = False, True
         return made
 
     known = signature(type(model.base_model).forward).parameters
     fields = {name: values for name, values in batch.items() if name in known}
-    before: list[nn.Module] = []
-    hooks = [part.register_forward_pre_hook(lambda part, _: before.append(part)) for part in parts]
-    try:
-        bare = _run(around(), {name: values for name, values in fields.items() if name != "attention_mask"})
-    finally:
-        for hook in hooks:
-            hook.remove()
+    bare = {name: values for name, values in fields.items() if name != "attention_mask"}
+    first = [_run(around(part, last=part), bare) for part in parts]  # ends when the part is called
+    before = [part for part, given in zip(parts, first, strict=True) if isinstance(given, list) and len(given) == 1]
     calls = [tree_flatten_with_path(call)
              for call in _run(around(), _with_mask(fields) if "attention_mask" in known else fields)]
     names, leaves = {id(calls[0][0][0][1]): "h"}, [list[Any]() for _ in calls]
-    for (call, _), own, unmasked in zip(calls, leaves, bare, strict=True):
+    for (call, _), own, unmasked in zip(calls, leaves, _run(around(), bare), strict=True):
         for (place, leaf), other in zip(call, tree_leaves(unmasked), strict=True):
             name = ".".join([*re.findall(r"[a-z]\w+", keystr(place)), str(len(names))])
             own.append((names.setdefault(id(leaf), name), other is None) if isinstance(leaf, Tensor) else ("", leaf))
     flat, expected = [leaf for own in leaves for leaf in own], model(**batch)
     outputs = [name for name, value in expected.items() if isinstance(value, Tensor)]
     rows: list[Any] = [
-        ("embed", around(*(part for part in parts if part not in before)), _embed, ([*fields], flat), [*fields],
-         _names(flat)),
-        *((f"{path}.{number}", block, _block, (leaves[number], calls[number][1]), _names(leaves[number]), ["h"])
-          for number, block in enumerate(blocks)),
-        ("head", around(*before), _head, ([*batch], outputs), ["h", *batch], outputs)]
+        ("embed", around(*({*parts} - {*before})), _embed, ([*fields], flat), [*names.values()]),
+        *((f"{path}.{number}", block, _block, ([*dict.fromkeys(name for name, _ in own if name)], own, spec), ["h"])
+          for number, (block, own, (_, spec)) in enumerate(zip(blocks, leaves, calls, strict=True))),
+        ("head", around(*before), _head, (["h", *batch], outputs), outputs)]
     owners: dict[int, tuple[str, str]] = {}
     layers, tensors = [], dict(batch)
-    for name, part, forward, settings, reads, writes in rows:
+    for name, part, forward, settings, writes in rows:
         ties = {own: ".".join(owner) for own, weight in part.named_parameters(remove_duplicate=False)
                 if (owner := owners.setdefault(id(weight), (name, own)))[0] != name and weight.requires_grad}
-        layers.append(Layer(name, partial(_built, part, forward, *settings), reads, writes, ties))
+        layers.append(Layer(name, partial(_built, part, forward, *settings), settings[0], writes, ties))
         made = layers[-1].build().eval()
-        written = made(*(tensors[field] for field in reads))
+        written = made(*(tensors[field] for field in settings[0]))
         tensors |= zip(writes, written if isinstance(written, tuple) else (written,), strict=True)
     for name in outputs:
         if not torch.equal(tensors[name].nan_to_num(), expected[name].nan_to_num()):
@@ -233,8 +219,9 @@ def _cut(model: Any, batch: Fields) -> Model:
     # Where a label of the first token alone makes the loss a mean of none, the class shifts labels.
     tokens = batch.keys() - fields.keys() == {"labels"} and not batch["labels"].is_floating_point()
     tensors["labels"] = F.pad(batch["labels"][..., :1] * 0, (0, batch["labels"].shape[-1] - 1), value=Model.NO_LABEL)
-    shifts = tokens and made(*(tensors[field] for field in reads))[0].isnan()
-    found = Model(layers, [*batch], "labels" if tokens else None, _after_first if shifts else None)
+    shifts = tokens and made(*(tensors[field] for field in settings[0]))[0].isnan()
+    found = Model(layers, [*batch], "labels" if tokens else None, (
+        lambda labels: F.pad(labels[:, 1:] != Model.NO_LABEL, (1, 0))) if shifts else None)
     found.exact = frozenset(batch.keys() - fields.keys())
     return found
 

@@ -35,7 +35,7 @@ from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, labelled
 from vpipe.runtime.collectives import LocalUsage, clock_offset, together
 from vpipe.runtime.engine import Engine, Pauses
-from vpipe.runtime.microbatches import Batch
+from vpipe.runtime.microbatches import Batch, MicrobatchLoader
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint, ShardedState
@@ -148,6 +148,59 @@ class Pipeline:
             warnings.warn(left_out, stacklevel=2)
         for slow in _slow(lowered, bool(description.delay_correction)):
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
+
+    @staticmethod
+    def plan(model: Model, optimizer: OptimizerFactory | FromNamed | Update, batch: Batch, *, ranks: int | None = None,
+             stages: int | None = None, microbatches: int | None = None, memory_bytes: int | None = None,
+             precision: str | Precision = FP32, execution: Execution = DEFAULT_EXECUTION) -> Plan:
+        """Measure the layers on a batch, and return the fastest plan for such batches, with a flush.
+
+        ``Pipeline(model, optimizer, stages=plan)`` follows it. Every rank calls this, and has the same plan; a process
+        alone measures no transfers. Measuring takes some ten seconds for each number of microbatches.
+
+        Args:
+            ranks: that the pipeline will have; those of this job when None.
+            stages: that the plan shall have; as many as are fastest when None, with fewer than ranks in replicas.
+            microbatches: of a batch; when None one, two and four for each rank, where they divide the samples.
+            memory_bytes: that a rank may hold; when None the memory of its device, on a CPU its part of the host's.
+
+        Raises:
+            UserError: nothing fits into the memory, with a hint of what would; or an argument is wrong.
+            RunError: a layer cannot be run on the batch.
+        """
+        from vpipe.plan.solver.request import PlanRequest
+        from vpipe.plan.solver.solve import solve
+        from vpipe.profiling import RankGroup, measure
+
+        given = Arguments()
+        _check_model(given, model)
+        update, computed = given.part(Update, optimizer), given.part(Precision, precision)
+        ranks, stages, microbatches, memory_bytes = (
+            given.integer(name, value, least=1, or_none=True) for name, value in (
+                ("ranks", ranks), ("stages", stages), ("microbatches", microbatches), ("memory_bytes", memory_bytes)))
+        given.instance("execution", execution, Execution)
+        given.check()
+        group = RankGroup(join_world(device=execution.device).own)
+        ranks = ranks or group.ranks
+        if ranks > len(model):
+            raise UserError(f"ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
+                            hint=f"plan for at most {len(model)} ranks")
+        loader = MicrobatchLoader(iter([batch]), microbatches or 1, model.batch, lambda microbatch: 1)
+        if not loader.has(0):
+            assert loader.error is not None, "there is a batch"
+            raise loader.error
+        samples = loader.samples(0, microbatches or 1)
+        counts = [microbatches] if microbatches else [
+            count for count in (ranks, 2 * ranks, 4 * ranks) if samples % count == 0] or [1]
+        parts = [{name: batch[name][:samples // count] for name in model.batch} for count in counts]
+        identities = group.identify(model, parts, model_name="model", optimizer="optimizer", precision=computed.name)
+        profiles = dict(zip(counts, measure(model, parts, update.make_optimizer, identities=identities,
+                                            device=group.device), strict=True))
+        one = profiles[counts[0]]
+        if memory_bytes is None and one.device_bytes:
+            memory_bytes = one.device_bytes // (1 if one.cores is None else max(ranks, one.identity.ranks_per_host))
+        request = PlanRequest(profiles, ranks, memory_bytes, stages=stages)
+        return solve(request, *([request.with_zero1] if update.zero1 is None and ranks > 1 else [])).plan
 
     @classmethod
     def prepared(cls, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> Pipeline:

@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", BERT), "gpt": ("gpt", GPT), "gpt-new": ("gpt", {**GPT, "activation_function": "gelu_new"}),
     "gpt-exact": ("gpt", {**GPT, "activation_function": "gelu"}),
     "llama": ("llama", LLAMA), "llama-3.1": ("llama", LLAMA_31), "llama-wide": ("llama", {**LLAMA, "head_dim": 8}),
-    "qwen2": ("qwen2", LLAMA), "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
+    "qwen2": ("qwen2", LLAMA), "qwen3": ("qwen3", {**LLAMA, "head_dim": 8, "hidden_size": 26}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": None}),
     "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64}),
     "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}), "qwen3-moe-shares": ("qwen3_moe", QWEN3_MOE)}

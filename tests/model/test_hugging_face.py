@@ -31,7 +31,7 @@ BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": GROUPS | {"tie_word_embeddings": True}, "LlamaForCausalLM": GROUPS | {"rope_parameters": ROPE},
     "Qwen3ForCausalLM": GROUPS | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
-                                  "max_window_layers": 1, "hidden_size": 36},
+                                  "max_window_layers": 1, "hidden_size": 30},
     "MistralForCausalLM": GROUPS | {"sliding_window": 6}, "GemmaForCausalLM": GROUPS | {"head_dim": 8},
     "PhiForCausalLM": GROUPS | {"attn_implementation": "eager"}, "GPT2LMHeadModel": SIZES | GPT2,
     "BertForPreTraining": SIZES | BERT, "BertForMaskedLM": SIZES | BERT}

@@ -38,7 +38,7 @@ def test_several_stages_on_a_rank_over_the_limit_are_said_to_be(schedule: str) -
     assert re.match(rf"no plan fits into 200 KiB per rank: with {schedule} and 8 microbatches, with everything "
                     r"recomputed, rank \d \(stages \d: layers \d+ to \d+, \d: layers \d+ to \d+\) holds [\d.]+ KiB, "
                     r"[\d.]+ KiB too many; most of it, [\d.]+ KiB, is ", problem.what)
-    allowed = re.match(r"allow ([\d.]+ [KM]iB) or more per rank \(parallel.memory, or --memory of vpipe plan\)",
+    allowed = re.match(r"allow ([\d.]+ [KM]iB) or more per rank \(parallel.memory, --memory, memory_bytes in Python\)",
                        problem.hint)
     assert allowed is not None
     assert solve(replace(request, memory_bytes=parse_size(allowed[1], "it"))).plan.schedule == schedule

@@ -468,7 +468,7 @@ def test_a_number_of_stages_that_is_asked_for_stays() -> None:
 def test_a_number_of_stages_that_no_schedule_has_is_refused() -> None:
     assert str(refusal(heavy_first(stages=8, schedules=("gpipe", "1f1b")))) == (
         "error: no schedule has 8 stages on 4 ranks (tried: gpipe, 1f1b)\n"
-        "hint: leave the number of stages free (no --stages), or plan for 8 ranks")
+        "hint: leave the number of stages free (no --stages, no stages=), or plan for 8 ranks")
 
 
 def refusal(request: PlanRequest) -> UserError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import cast
@@ -23,15 +24,15 @@ from models import (
 )
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Transfers
+from vpipe import Layer, Model, Pipeline, Transfers
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
-from vpipe.errors import RunError
+from vpipe.errors import RunError, UserError
 from vpipe.model.structure import structure
 from vpipe.plan.profile import Profile
 from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds
-from vpipe.profiling.measurement import Survey, _Measurement, survey
+from vpipe.profiling.measurement import Survey, _Measurement, measure, survey
 from vpipe.profiling.rank_group import RankGroup, shared_bytes
 
 CPU = torch.device("cpu")
@@ -219,3 +220,17 @@ def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: py
     monkeypatch.setattr(RankGroup, "cores", lambda self: 1)
     monkeypatch.setattr("vpipe.accelerator.free_bytes", lambda device: 8 << 30)
     assert _Measurement(frozen_front(), ADAMW, CPU, 0, Transfers(), 0.0, print)._room_bytes == 1 << 20
+
+
+def test_a_script_plans_its_own_model_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.profiling.measure", partial(measure, budget_s=0.0))
+    model = Model.sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.MSELoss())
+    batch, sgd = dict.fromkeys(model.batch, torch.ones(32, 8)), partial(torch.optim.SGD, lr=0.1)
+    plan = Pipeline.plan(model, sgd, batch, ranks=2, stages=2)
+    assert (sum(plan.partition), len(plan.partition)) == (4, 2)
+    assert plan.microbatches in (2, 4, 8)
+    assert len(list(Pipeline(model, sgd, stages=plan).train([batch]))) == 1
+    for wrong, message in (({"microbatches": 5}, "5 equal microb"), ({"ranks": 5}, "only 4 layers"),
+                           ({"stages": 0}, "stages is 0")):
+        with pytest.raises(UserError, match=message):
+            Pipeline.plan(model, sgd, batch, **{"ranks": 2, **wrong})

@@ -356,7 +356,7 @@ ROWS: dict[str, Feature] = {
     "Execution.data": Feature({"mesh": "dp", "data": "dp"}, needs={"model": "weighed_model"}, two=True,
                               covers=("kind UNSHARD", "kind RESHARD")),
     **{f"Model={name}": Feature({"model": name}, covers=COVERS.get(name, ())) for name in MODELS},
-    "Plan": Feature({"plan": True}),
+    "Plan": Feature({"plan": True}, covers=("Pipeline.plan",)),
     "Pipeline.train(pauses)": Feature({"pauses": 2}),
     "Pipeline.train(updates)": Feature({"updates": 1}),
     "Pipeline.train(stop)": Feature({"stop": lambda: True}),

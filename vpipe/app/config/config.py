@@ -141,7 +141,7 @@ class ModelSection(Section):
         if self.preset and self.config_file:
             yield Mistake(("preset",), f"is '{self.preset}', but the sizes also come from the config_file "
                                        f"'{self.config_file}'", "keep one of the two")
-        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
+        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads and not self.config_file:
             yield Mistake(("hidden_size",), f"is {self.hidden_size}, which {self.num_heads} heads do not divide",
                           _nearest_multiples("size", self.hidden_size, self.num_heads))
 

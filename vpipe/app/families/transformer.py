@@ -83,10 +83,11 @@ class ConfigKeys:
                 **{key: value for key, value in own.items() if value is not None}}
 
     def check(self, config: Any, heads: str) -> None:
-        """Raise UserError for fields of wrong types, and heads that do not divide the width (``n_embd n_head``)."""
+        """Raise UserError for fields of wrong types, and heads without a width of their own that do not divide the
+        model's (``n_embd n_head``)."""
         problems = [problem for field in fields(config) for problem in self._wrong(field, getattr(config, field.name))]
         width, number = (getattr(config, name) for name in heads.split())
-        if not problems and width % number:
+        if not problems and width % number and getattr(config, "head_dim", None) is None:
             divisors = [n for low in range(1, math.isqrt(width) + 1) if width % low == 0 for n in (low, width // low)]
             closest = min(sorted(divisors), key=lambda n: abs(n - number))
             problems.append(Problem(

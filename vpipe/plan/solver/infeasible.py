@@ -79,7 +79,7 @@ def _remedies(request: PlanRequest, plan: Plan, peak: int, limit: int, fits: Fit
     for factor in MORE if _small(request) else MORE[:1]:
         enough = rounded_up(max(factor * peak, limit))
         if enough > limit and fits(replace(alike, memory_bytes=enough)):
-            yield f"allow {size_text(enough)} or more per rank (parallel.memory, or --memory of vpipe plan)"
+            yield f"allow {size_text(enough)} or more per rank (parallel.memory, --memory, memory_bytes in Python)"
             break
     free = all(each is None for each in (request.placement, request.stages, request.partition, request.recompute))
     if free and _small(request):
@@ -102,7 +102,7 @@ def _impossible(space: SearchSpace) -> UserError:
     if request.stages is not None:
         return UserError(f"no schedule has {counted(request.stages, 'stage')} on {counted(request.ranks, 'rank')} "
                          f"(tried: {', '.join(request.schedules)})", hint="leave the number of stages free "
-                         f"(no --stages), or plan for {counted(request.stages, 'rank')}")
+                         f"(no --stages, no stages=), or plan for {counted(request.stages, 'rank')}")
     return UserError(f"{counted(request.ranks, 'rank')} cannot hold {counted(request.layers, 'layer')} with "
                      f"{', '.join(request.schedules)}", hint="use fewer ranks, or leave placement, partition and "
                      "recompute free")
