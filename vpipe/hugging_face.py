@@ -44,17 +44,21 @@ def from_transformers(model: Any, batch: Fields | None = None) -> Model:
         UserError: the class does more than what is before its blocks, the blocks, and what is after them.
     """
     name = type(model).__name__
-    if not hasattr(model, "base_model_prefix"):  # which every PreTrainedModel has
+    if not hasattr(type(model), "base_model_prefix"):  # which every PreTrainedModel has
         raise UserError(f"from_transformers is given {name}, not a model of transformers",
                         hint="give one, such as LlamaForCausalLM.from_pretrained(folder); adapters come around it: "
                              "with_adapters(from_transformers(model), config)")
-    modes, known = {part: part.training for part in model.modules()}, signature(type(model).forward).parameters
+    if batch is None:
+        ids = torch.arange(16).view(2, 8) % getattr(model.config, "vocab_size", 1)
+        batch = {"input_ids": ids, "labels": ids}
+    known, modes = signature(type(model).forward).parameters, {part: part.training for part in model.modules()}
+    if not {"labels"} <= batch.keys() <= known.keys():
+        raise UserError(f"{name} takes {', '.join([*known][1:])}; the example has {', '.join(batch)}",
+                        hint="take a class with a loss, and name what a batch has, with labels, as the class does")
+    if any(getattr(part, "gradient_checkpointing", False) for part in modes):
+        raise UserError(f"{name} checkpoints its blocks itself",
+                        hint="call model.gradient_checkpointing_disable(); a pipeline recomputes: Cut(4, recompute=1)")
     try:
-        if batch is None:
-            ids = torch.arange(16).view(2, 8) % model.config.vocab_size
-            batch = {"input_ids": ids, "labels": ids}
-        if not {"labels"} <= batch.keys() <= known.keys():
-            raise ValueError(f"it takes {', '.join(known)}; the example has {', '.join(batch)}")
         with torch.no_grad():
             return _cut(model.eval(), {field: values[[0, -1]].to(model.device) for field, values in batch.items()})
     except Exception as error:
@@ -96,7 +100,7 @@ class _Elsewhere(nn.Module):
 
     def __init__(self, module: nn.Module, last: bool) -> None:
         super().__init__()
-        self.__dict__ |= {name: value for name, value in vars(module).items() if name not in vars(self)}
+        self.__dict__ |= {name: value for name, value in vars(module).items() if name not in dir(self)}
         self.last = last
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +152,7 @@ def _embed(module: nn.Module, names: Sequence[str], leaves: Leaves, *values: Ten
 
 
 def _block(module: nn.Module, names: Sequence[str], leaves: Leaves, spec: Any, *values: Tensor) -> Any:
+    # Zeros stand for None, see _embed.
     tensors = dict(zip(names, values, strict=True))
     args, kwargs = tree_unflatten([other if not name else None if other and not tensors[name].any() else tensors[name]
                                    for name, other in leaves], spec)
@@ -197,7 +202,8 @@ def _cut(model: Any, batch: Fields) -> Model:
         for (place, leaf), other in zip(call, tree_leaves(unmasked), strict=True):
             name = ".".join([*re.findall(r"[a-z]\w+", keystr(place)), str(len(names))])
             own.append((names.setdefault(id(leaf), name), other is None) if isinstance(leaf, Tensor) else ("", leaf))
-    flat, expected = [leaf for own in leaves for leaf in own], model(**batch)
+    flat = [leaf for own in leaves for leaf in own]
+    expected = model(**batch, **dict.fromkeys({"use_cache"} & signature(type(model).forward).parameters.keys(), False))
     outputs = [name for name, value in expected.items() if isinstance(value, Tensor)]
     rows: list[Any] = [
         ("embed", around(*({*parts} - {*before})), _embed, ([*fields], flat), [*names.values()]),

@@ -92,13 +92,10 @@ def test_logits_losses_and_gradients_are_those_of_the_class(name: str, tmp_path:
         assert same, weight
 
 
-def all_trained() -> list[Any]:
-    return [trained(name) for name in FAMILIES]
-
-
 @pytest.mark.jobs
-def test_two_processes_compute_the_same_bits(two: World) -> None:
-    assert two.run(all_trained) == [all_trained()] * 2
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_processes_compute_the_same_bits(name: str, two: World) -> None:
+    assert two.run(trained, name=name) == [trained(name)] * 2
 
 
 def test_the_class_shifts_the_labels_that_count() -> None:
@@ -124,14 +121,10 @@ def test_adapters_come_and_go_with_the_names_of_peft() -> None:
     assert torch.equal(to_transformers(pipe.state_dict(), model).eval()(ids).logits, found["logits"])
 
 
-SHARED = {"vocab_size": WORDS, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-
-
 @pytest.mark.parametrize(("name", "settings", "why"), [
     ("T5ForConditionalGeneration", {"vocab_size": WORDS, "d_model": 32, "num_layers": 2}, "an encoder and a decoder"),
-    ("LlamaModel", GROUPS, "it takes self, input_ids"),
     ("OPTForCausalLM", SIZES | {"layerdrop": 0.1, "word_embed_proj_dim": 32}, "skips blocks at random"),
-    ("AlbertForMaskedLM", SHARED | {"num_hidden_layers": 3}, "another 'loss'"),
+    ("AlbertForMaskedLM", SIZES, "another 'loss'"),
     ("MixtralForCausalLM", GROUPS | {"num_local_experts": 4, "output_router_logits": True}, "tuple index")])
 def test_another_class_is_refused(name: str, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
@@ -139,6 +132,8 @@ def test_another_class_is_refused(name: str, settings: dict[str, Any], why: str)
     assert "docs/jobs.md#a-class-of-transformers" in str(caught.value)
 
 
-def test_what_is_no_model_of_transformers_is_refused_with_a_call() -> None:
+def test_what_is_no_model_of_transformers_or_has_no_loss_is_refused() -> None:
     with pytest.raises(UserError, match="is given Linear, not a model of transformers"):
         from_transformers(nn.Linear(1, 1))
+    with pytest.raises(UserError, match=r"LlamaModel takes input_ids, .*; the example has input_ids, labels"):
+        from_transformers(model_of("LlamaModel", **GROUPS))
