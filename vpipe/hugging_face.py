@@ -1,9 +1,8 @@
 """Take models of ``transformers`` into a pipeline and back, and put the adapters of ``peft`` into layers.
 
-The first layer of such a model runs the forward of its class up to the last block, and sends what blocks are given:
-hidden states, masks, rotary tables. The last layer runs the same forward, in which the blocks have answered. So masks,
-scales and losses are the class's own. Adapters are small trained matrices beside frozen weights (LoRA: Hu et al. 2021,
-arXiv:2106.09685).
+The first layer runs the forward of a class up to the last block, and sends what blocks are given: hidden states, masks,
+rotary tables. The last layer runs the same forward, in which the blocks have answered: masks, scales and losses are the
+class's own. Adapters are small trained matrices beside frozen weights (LoRA: Hu et al. 2021, arXiv:2106.09685).
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def from_transformers(model: Any, batch: Fields | None = None) -> Model:
     name = type(model).__name__
     if not hasattr(type(model), "base_model_prefix"):  # which every PreTrainedModel has
         raise UserError(f"from_transformers is given {name}, not a model of transformers",
-                        hint="give one, such as LlamaForCausalLM.from_pretrained(folder); adapters come around it: "
-                             "with_adapters(from_transformers(model), config)")
+                        hint="give LlamaForCausalLM.from_pretrained(folder); adapters come after: with_adapters(...)")
     if batch is None:
         ids = torch.arange(16).view(2, 8) % getattr(model.config, "vocab_size", 1)
         batch = {"input_ids": ids, "labels": ids}
@@ -70,10 +68,10 @@ def from_transformers(model: Any, batch: Fields | None = None) -> Model:
 
 
 def to_transformers(state: Fields, model: Any) -> Any:
-    """Load a pipeline's ``state_dict()`` into the model that it was made of, and return this.
+    """Load a pipeline's ``state_dict()`` into the model that it was made of, and return this: to ``save_pretrained``.
 
-    ``to_transformers(pipe.state_dict(), model).save_pretrained(folder)``. Where the pipeline has adapters, give the
-    model into which ``peft`` has put the same. Raises UserError, before a weight changes, for other names or shapes.
+    Where the pipeline has adapters, give the model into which ``peft`` has put the same. Raises UserError, before a
+    weight changes, for other names or shapes.
     """
     own = model.state_dict()
     found = {re.sub(r"^(embed|head)\.", "", name): value for name, value in state.items()}
@@ -82,8 +80,8 @@ def to_transformers(state: Fields, model: Any) -> Any:
     there, here = ({(name, value.shape) for name, value in weights.items()} for weights in (found, own))
     if there != here:
         raise UserError(f"the weights of the pipeline and of {type(model).__name__} differ: '{min(there ^ here)[0]}'",
-                        hint="give pipe.state_dict() and the model that from_transformers was given; for adapters "
-                             "first peft.inject_adapter_in_model(config, model)")
+                        hint="give pipe.state_dict() and the model that the layers are of; for adapters call "
+                             "peft.inject_adapter_in_model(config, model) first")
     model.load_state_dict(found)
     return model
 
@@ -202,11 +200,11 @@ def _cut(model: Any, batch: Fields) -> Model:
         for (place, leaf), other in zip(call, tree_leaves(unmasked), strict=True):
             name = ".".join([*re.findall(r"[a-z]\w+", keystr(place)), str(len(names))])
             own.append((names.setdefault(id(leaf), name), other is None) if isinstance(leaf, Tensor) else ("", leaf))
-    flat = [leaf for own in leaves for leaf in own]
     expected = model(**batch, **dict.fromkeys({"use_cache"} & signature(type(model).forward).parameters.keys(), False))
     outputs = [name for name, value in expected.items() if isinstance(value, Tensor)]
     rows: list[Any] = [
-        ("embed", around(*({*parts} - {*before})), _embed, ([*fields], flat), [*names.values()]),
+        ("embed", around(*({*parts} - {*before})), _embed, ([*fields], [leaf for own in leaves for leaf in own]),
+         [*names.values()]),
         *((f"{path}.{number}", block, _block, ([*dict.fromkeys(name for name, _ in own if name)], own, spec), ["h"])
           for number, (block, own, (_, spec)) in enumerate(zip(blocks, leaves, calls, strict=True))),
         ("head", around(*before), _head, (["h", *batch], outputs), outputs)]
@@ -235,8 +233,8 @@ def _cut(model: Any, batch: Fields) -> Model:
 def with_adapters(model: Model, config: Any) -> Model:
     """Return a model with the adapters of a ``peft.LoraConfig`` in its layers, and all other weights frozen.
 
-    Layers begin with the same weights as without. ``target_modules`` are names of modules, or ends of them, below
-    ``<layer>.``. Raises UserError where one is in no layer or has a tied weight, or more than adapters is trained.
+    ``target_modules`` are names of modules, or ends of them, below ``<layer>.``. Raises UserError where one is in no
+    layer or has a tied weight, or more than adapters is trained.
     """
     targets = getattr(config, "target_modules", None)
     if not targets or targets == "all-linear":

@@ -26,15 +26,15 @@ SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_h
 GROUPS = SIZES | {"num_key_value_heads": 2}
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16}
-GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+STILL = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob",
+                       "attention_probs_dropout_prob"], 0.0)
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": GROUPS | {"tie_word_embeddings": True}, "LlamaForCausalLM": GROUPS | {"rope_parameters": ROPE},
     "Qwen3ForCausalLM": GROUPS | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
                                   "max_window_layers": 1, "hidden_size": 30},
     "MistralForCausalLM": GROUPS | {"sliding_window": 6}, "GemmaForCausalLM": GROUPS | {"head_dim": 8},
-    "PhiForCausalLM": GROUPS | {"attn_implementation": "eager"}, "GPT2LMHeadModel": SIZES | GPT2,
-    "BertForPreTraining": SIZES | BERT, "BertForMaskedLM": SIZES | BERT}
+    "PhiForCausalLM": GROUPS | {"attn_implementation": "eager"}, "GPT2LMHeadModel": SIZES | STILL,
+    "BertForPreTraining": SIZES | STILL, "BertForMaskedLM": SIZES | STILL}
 TIED = ("embed", "wte", "lm_head", "decoder.weight")
 
 
