@@ -9,13 +9,15 @@ import signal
 from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import nccl_jobs
 import pytest
 import torch
+from everywhere import HARDEST
 from jobs import fingerprint
 from pipelines import parts
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from world import World
 
 from vpipe import Model, Pipeline
 from vpipe.checkpoint.manifest import Position
-from vpipe.errors import UserError
+from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch
 
 BATCHES = [{"input": torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)),
@@ -46,7 +48,6 @@ def trip(name: str) -> None:
 
 
 def factor(step: int) -> float:
-    trip("factor")
     return 1 / (1 + step % 4)
 
 
@@ -157,10 +158,22 @@ def layer(name: str, error: Any, call: Callable[[], Any], rank: int | None = Non
         armed.clear()
 
 
-def forget(pipe: Pipeline) -> None:
-    """Let the factor of each step be asked again, which may have been for a call that failed."""
-    for worker in pipe.engine.workers.values():
-        worker.optimizer_steps._update.learning_rate_factor.cache_clear()
+def unrated(pipe: Pipeline, call: Callable[[], Any], rank: int | None = None) -> Any:
+    """A call while the factor of the learning rate raises; ``rank``: where, of several."""
+    steps = next(iter(pipe.engine.workers.values())).optimizer_steps
+    here = rank is None or os.environ["RANK"] == str(rank)
+    with patch.object(steps, "factor", raising(ERROR) if here else steps.factor):
+        return call()
+
+
+def marked(pipe: Pipeline, call: Callable[[], Any], rank: int) -> Any:
+    """A call while a weight of one rank has a gradient that no microbatch has made."""
+    weight = pipe.engine.local_stages[0].weights.leaves()[0]
+    weight.grad = torch.ones_like(weight) if os.environ.get("RANK") == str(rank) else None
+    try:
+        return call()
+    finally:
+        weight.grad = None
 
 
 def patched(name: str, error: BaseException, call: Callable[[], Any], rank: int = 1) -> Any:
@@ -218,7 +231,7 @@ TRAINED: dict[str, Act] = {
     "train: torn": lambda p, f: train(p, torn(ERROR)),
     "train: interrupted reading": lambda p, f: train(p, torn(INTERRUPT)),
     "train: bad batch": lambda p, f: train(p, BAD),
-    "train: factor": lambda p, f: (forget(p), layer("factor", ERROR, lambda: train(p, BATCHES))),
+    "train: factor": lambda p, f: unrated(p, lambda: train(p, BATCHES)),
     "evaluate: outputs": lambda p, f: evaluate(p, outputs="none"),
     "evaluate: no iterator": lambda p, f: p.evaluate(Unreadable(), averaged=True),
     "evaluate: empty": lambda p, f: p.evaluate([], averaged=True),
@@ -300,7 +313,18 @@ ON_ONE: dict[str, Act] = {f"{name} on rank {rank}": partial(call, rank) for rank
     "evaluate: no iterator": lambda rank, p, f: p.evaluate(on_one(rank, Unreadable()), averaged=True),
     "train: no iterator": lambda rank, p, f: train(p, on_one(rank, Unreadable())),
     "state_dict: no memory for another's": lambda rank, p, f: patched(
-        "vpipe.runtime.collectives.torch.empty", MemoryError(), p.state_dict, rank)}.items()}
+        "vpipe.runtime.collectives.torch.empty", MemoryError(), p.state_dict, rank),
+    "train: torn": lambda rank, p, f: train(p, on_one(rank, torn(ERROR))),
+    "train: interrupted reading": lambda rank, p, f: train(p, on_one(rank, torn(INTERRUPT))),
+    "train: exits": lambda rank, p, f: train(p, on_one(rank, torn(SystemExit(3)))),
+    "train: bad batch": lambda rank, p, f: train(p, on_one(rank, BAD)),
+    "train: empty": lambda rank, p, f: train(p, on_one(rank, [])),
+    "train: both": lambda rank, p, f: train(p, on_one(rank, BAD, torn(ERROR))),
+    "train: one has none, one cannot": lambda rank, p, f: train(p, on_one(rank, [], torn(ERROR))),
+    "train: factor": lambda rank, p, f: unrated(p, lambda: train(p, BATCHES), rank),
+    "train: factor and reading": lambda rank, p, f: unrated(p, lambda: train(p, on_one(rank, BATCHES, BAD)), rank),
+    "train: a gradient": lambda rank, p, f: marked(p, lambda: train(p, BATCHES), rank),
+    }.items()}
 """Of two processes."""
 NO_ROW = {"stop"}
 """It ends the next training, which has tests of its own."""
@@ -330,7 +354,7 @@ def after(*, calls: dict[str, Act], folder: Path, **arguments: Any) -> dict[str,
             try:
                 calls[name](both[0], own)
                 ends[name] = "returned"
-            except (Exception, KeyboardInterrupt) as error:
+            except BaseException as error:
                 ends[name] = type(error).__name__
         expected = seen(both[1])
         try:
@@ -359,6 +383,29 @@ def after_here(folder: str, **arguments: Any) -> dict[str, str]:
     return after(calls=READING | TRAINED | layers | ON_ONE | UNTRAINED, folder=Path(folder), **arguments)
 
 
+def after_first(**arguments: Any) -> dict[str, str]:
+    """The calls whose second batch fails on one rank, after which a pipeline is not as one that has made the first."""
+    wrong = {}
+    for name, rank in product(("torn", "bad", "fewer", "factor"), (0, 1)):
+        pipe, other = (pipeline(**arguments) for _ in range(2))
+        train(other, BATCHES[:1])
+        there = chain(BATCHES[:1], {"torn": torn(ERROR), "bad": BAD, "fewer": ()}.get(name, BATCHES[1:]))
+        try:
+            for _ in (steps := pipe.train(on_one(rank, there))):
+                if name == "factor":
+                    unrated(pipe, partial(next, steps), rank)
+            wrong[name] = "returned"
+        except (RunError, UserError, ZeroDivisionError) as error:
+            if seen(pipe) != seen(other):
+                wrong[name] = str(error)
+    return wrong
+
+
+@pytest.mark.parametrize("arguments", [{}, {"stages": 1, "lanes": 2}, {"stages": 1, "replicas": 2}], ids=str)
+def test_a_second_batch_that_fails_on_one_rank_leaves_the_first(arguments: dict[str, Any], two: World) -> None:
+    assert two.run(after_first, **arguments) == [{}, {}]
+
+
 def after_batches(folder: str, **arguments: Any) -> dict[str, str]:
     return after(calls=IN_BATCHES, folder=Path(folder), **arguments)
 
@@ -368,6 +415,13 @@ def after_batches(folder: str, **arguments: Any) -> dict[str, str]:
 def test_a_layer_that_raises_on_one_rank_leaves_all_as_they_were(arguments: dict[str, Any], tmp_path: Path,
                                                                  two: World) -> None:
     assert two.run(after_batches, folder=str(tmp_path), **arguments) == [{}, {}]
+
+
+@pytest.mark.jobs
+def test_under_nccls_rules_too(tmp_path: Path, two: World) -> None:
+    assert two.run(nccl_jobs.under, run="test_transactions.after_batches", **HARDEST, folder=str(tmp_path),
+                   grad_clip=1.0) == [{}, {}]
+    assert two.run(nccl_jobs.under, run="test_transactions.after_first", **HARDEST) == [{}, {}]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"stages": 1, "lanes": 2}, *(

@@ -127,10 +127,12 @@ class Exchange:
             raise error
         return lambda: [value]
 
-    def note(self, doing: str) -> None:
-        """Say without waiting what this rank does next; ranks that then do something else fail, all of them."""
-        if (line := self._line) is not None:
-            self._give(line, None, doing, False)
+    def note(self, doing: str, value: Any = None, hears: bool = False) -> Callable[[], list[Any]]:
+        """Say what this rank does next: where others do something else, all fail. Return a function that waits for the
+        values of all, if this one ``hears``."""
+        if (line := self._line) is None:
+            return lambda: [value]
+        return partial(self._take, line, self._give(line, value, doing, hears), doing)
 
     def _give(self, line: ExchangeLine, value: Any, doing: str, hears: bool, error: BaseException | None = None) -> str:
         """Give a value for the next exchange, with this rank's call, or between two and in other channels what it does;
@@ -154,8 +156,11 @@ class Exchange:
                 raise UserError(f"rank {self._among[0]} is at {of_all[0][0]}, rank {rank} at {call}", hint=SAME_CALLS)
             if failure is not None:
                 line.told = True
-                raise error or (RunError(**failure, rank=line.rank) if isinstance(failure, dict) else
-                                UserError.all_of([Problem(**each) for each in failure]))
+                try:
+                    raise error or (RunError(**failure, rank=line.rank) if isinstance(failure, dict) else
+                                    UserError.all_of([Problem(**each) for each in failure]))
+                finally:
+                    del error  # its frames, and what they hold, go with it
         return [of_all[rank][-1] for rank in self._shown]
 
     def from_rank(self, value: Any, source: int = 0, doing: str = DOING) -> Any:

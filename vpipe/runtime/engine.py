@@ -121,8 +121,9 @@ class Engine:
         self._lanes_compared = world.lanes.count == 1  # after their first update
         self._holds = distributed and self._lanes_compared  # lanes wait for one another within a layer
         self._gives_up = self._holds and schedule.flush and not any(
-            worker.transport.ordered or type(worker).forward is not Worker.forward for worker in self.workers.values())
-        self._batches = count()  # that were begun
+            type(worker).forward is not Worker.forward for worker in self.workers.values())
+        self._batches = count()  # that were begun; the latest, where it can be given up
+        self._batch: tuple[int, int] | None = None
         self._in_flight: tuple[str, list[Marks]] | None = None  # since when, with marks
         self._inside: str | None = None  # the function of the script's that runs in the middle of an update
 
@@ -176,7 +177,8 @@ class Engine:
         """Yield steps up to the one that says stop, and those that have been made with it."""
         asked = False
         for number in count():
-            self.collectives.job.note(f"step {number} of train()")
+            if self.schedule.stream:
+                self.collectives.job.note(f"step {number} of train()")
             with self.surroundings.set_aside():
                 step = next(steps, None)
             if step is None:
@@ -217,13 +219,54 @@ class Engine:
         self._end_batches(loader)
 
     def _has(self, loader: MicrobatchLoader, first: int) -> bool:
-        """Return whether there is a microbatch to go on with, with what the script has made of the weights."""
-        there, done = loader.has(first), self.position.steps
-        check_rescheduled(self._optimizers)
-        for step in range(done, done + max(1, self.schedule.microbatches // self.schedule.assignment.per_step) * there):
-            next(iter(self.workers.values())).optimizer_steps.factor(step)  # what it raises, before anything has begun
+        """Return whether there is a microbatch to go on with, with what the script has made of the weights. What a rank
+        cannot begin is refused on all: at once where they wait for one another, else when the rank has given it up."""
+        there, checked, error, per_step = False, False, None, self.schedule.assignment.per_step
+        try:
+            there, done = loader.has(first), self.position.steps
+            self._interpreter.check_whole()
+            self._interpreter.check_weights()
+            checked = True
+            for stage in self.local_stages:
+                stage.check_frozen()
+                stage.check_hooks()
+            check_rescheduled(self._optimizers)
+            for step in range(done, done + max(1, self.schedule.microbatches // per_step) * there):
+                next(iter(self.workers.values())).optimizer_steps.factor(step)
+        except BaseException as caught:
+            error = caught
+        bad, what = error or (None if there else loader.error), f"step {first // per_step} of train()"
+        batch = self._batch = (self._number, next(self._batches)) if self._gives_up else None
+        own = None if bad is not None else loader.fields if there else []
+        hears = not own if self._gives_up else self.schedule.stream or first == 0 or self._lanes.count > 1
+        told = self.collectives.job.note(what, own, hears)
+        if hears:
+            try:
+                of_all = told()
+            except RunError as fault:
+                if bad is None:
+                    raise
+                raise bad from fault
+            going = next((rank for rank, each in enumerate(of_all) if each), None)
+            if not there and going is not None:
+                bad = bad or RunError(f"batches differ between ranks: there are {loader.batches_read} on rank "
+                                      f"{self.collectives.job.rank} and more on rank {going}", hint=SAME_BATCHES)
+                loader.close()
+            if going is None or batch is None:
+                if not all(of_all) and of_all != [[]] * len(of_all):
+                    self.collectives.job.begin(None, what, error if going is None else bad)()
+            elif bad is not None:
+                if (watchdog := watch.watchdog) is None or not watchdog.give_up(batch):
+                    raise bad
+                [worker] = self.workers.values()
+                worker.held = first, min(worker.stages), bad
+                if not there:
+                    loader.stand_in(of_all[going])
+                there = True
+        elif error is not None:
+            raise error
         # Also where the batches end, since they may end on one rank only.
-        self._interpreter.take_back_weights(between_batches=self.schedule.flush and first > 0)
+        self._interpreter.take_back_weights(self.schedule.flush and first > 0, checked)
         if not there:
             self._interpreter.hand_out_weights()
         return there
@@ -232,8 +275,7 @@ class Engine:
         segment, last_forwards = self._segment(loader, first, self.schedule.assignment), self._results.last_forwards
         if last_forwards:
             self._results.post(segment, 0)
-        batch = (self._number, next(self._batches)) if self._gives_up else None
-        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch, batch)
+        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch, self._batch)
         try:
             if not last_forwards:
                 steps = list(steps)  # losses are exchanged when the batch is done
@@ -566,10 +608,12 @@ class Engine:
     def _raise_held(self) -> None:
         """Raise on every rank what a layer or function of the user's raised first on any of them."""
         held = {worker.held[:2]: worker.held[2] for worker in self.workers.values() if worker.held is not None}
+        for worker in self.workers.values():
+            worker.held = None
         first = min((tuple(place) for own in self.collectives.job.all_gather(list(held)) for place in own),
                     default=())
         try:
-            self.collectives.job.begin(None, error=held.get(first))()
+            self.collectives.job.begin(None, error=held.pop(first, None))()
         except RunError as error:
             if error.peer is None or (watchdog := watch.watchdog) is None:
                 raise

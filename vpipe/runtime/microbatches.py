@@ -103,10 +103,11 @@ class MicrobatchLoader:
     Attributes:
         batches: the user's, until the loader is closed.
         end: a microbatch at which to pause; what was read after it waits.
-        error: raised while a batch was read: the microbatches end before it. KeyboardInterrupt is one, too, where no
-            other ranks wait.
+        error: raised while a batch was read: the microbatches end before it. Where other ranks wait, KeyboardInterrupt
+            and the like are raised at once.
         checksums: of batches, by number, until the comparison with other ranks drops them.
         batches_read: their number.
+        fields: names, shapes and dtypes of the latest batch.
         labels: the field whose labels are counted.
         counts: how much the losses of microbatches count, by number, here and over lanes, until their step is done.
     """
@@ -125,6 +126,7 @@ class MicrobatchLoader:
         self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
         self.batches_read = self._read = 0  # and their microbatches
+        self.fields: list[tuple[str, list[int], str]] = []
         self.end: int | None = None
         self.error: BaseException | None = None
         self.checksums: dict[int, tuple[int, Checksums]] = {}
@@ -144,18 +146,29 @@ class MicrobatchLoader:
             with watch.activity.during("reading a batch"):
                 batch = self._next(self.batches, _END)
             fields = None if batch is _END else self._check(batch)
-        except (Exception, KeyboardInterrupt) as error:  # raised when the batches before are done
-            if (self._comparison is not None or self._lanes is not None) and isinstance(error, KeyboardInterrupt):
-                raise
+        except BaseException as error:  # raised when the batches before are done
             self.error, fields = error, None
         if self._lanes is not None and (found := self._lanes(self.batches_read, fields, self.error)):
             self.error, fields = found, None
+        shared = self._comparison is not None or self._lanes is not None
+        if shared and self.error is not None and not isinstance(self.error, Exception):
+            raise self.error
         if fields is None:
             self._exhausted = True
             if self._comparison is not None:
                 self._comparison.exhausted(self)
             return
+        self._take(fields)
+
+    def stand_in(self, fields: Sequence[tuple[str, list[int], str]]) -> None:
+        """Go on, in place of a batch that is lacking here, with tensors without values, as another rank describes."""
+        self.error = None
+        self._take({name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                    for name, shape, dtype in fields})
+
+    def _take(self, fields: dict[str, Tensor]) -> None:
         number, first = self.batches_read, self._read
+        self.fields = [(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in fields.items()]
         samples = next(iter(fields.values())).shape[0]
         if samples != self._sizes[-1].samples:
             self._sizes.append(_Sizes(number, first, self._samples_before(first), samples,
@@ -165,8 +178,9 @@ class MicrobatchLoader:
         if self._comparison is not None:
             self.checksums[number] = self._comparison.checksums(fields)
         if self.labels is not None:
-            own = torch.stack([torch.as_tensor(self._weigh(labels)).sum(dtype=torch.float64)
-                               for labels in self._cut(fields[self.labels])]).tolist()
+            own = [1.0] * microbatches if fields[self.labels].is_meta else torch.stack([
+                torch.as_tensor(self._weigh(labels)).sum(dtype=torch.float64)
+                for labels in self._cut(fields[self.labels])]).tolist()
             counts = self._shares(own) if not self._by_label else zip(own, self._over_lanes(own), strict=True)
             self.counts |= zip(range(first, first + microbatches), counts, strict=True)
         if uses:

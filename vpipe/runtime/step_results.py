@@ -127,8 +127,9 @@ class StepResults:
                 del segment.loader.counts[segment.first + microbatch]
         norm = self._steps[0][1].gradient_norm
         # Computed here: within one process a later stage may already have set the rate of its next update.
-        rate = next((rate for stage, steps in self._steps if (rate := steps.learning_rate(stage, step)) is not None),
-                    None)
+        given_up = any(worker.passing for worker in self._workers.values())  # the user's factor may be why
+        rate = next((rate for stage, steps in self._steps
+                     if not given_up and (rate := steps.learning_rate(stage, step)) is not None), None)
         skipped = False
         for _, steps in self._steps:
             if number in steps.skipped:

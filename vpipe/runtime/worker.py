@@ -113,7 +113,7 @@ class Worker:
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self.outputs: dict[int, dict[str, Tensor]] = {}  # of the last stage, by microbatch of the evaluation
         self._holds = False
-        self.held: tuple[int, int, Exception] | None = None  # at which microbatch and stage, and what
+        self.held: tuple[int, int, BaseException] | None = None  # at which microbatch and stage, and what
         self.passing = False  # whether it passes on stand-ins to the end of the segment
         self._batch: tuple[int, int] | None = None
         self._carried: dict[tuple[int, int], dict[str, Tensor]] = {}  # to a slice, by stage and microbatch
@@ -143,12 +143,9 @@ class Worker:
         self.segment, self._tied_version_of, self.is_split = segment, tied_version_of, is_split
         self._batch = batch
         if segment.training:
-            self._holds, self.held, self.passing = batch is not None, None, False
+            self._holds, self.passing = batch is not None, self.held is not None
         for stage in self.stages.values():
             stage.use_autocast(segment.autocast)
-            if segment.training:
-                stage.check_frozen()
-                stage.check_hooks()
         self.optimizer_steps.begin(segment)
         self.tied.begin(segment.assignment)
         self._p2p.begin(segment)
@@ -365,7 +362,7 @@ class Worker:
         sliced = segment.loader.sliced(segment.first + microbatch)
         fields = {name: value if value.device == stage.device else accelerator.queued_copy(value, stage.device)
                   for name, value in segment.loader.consume(segment.first + microbatch).items()
-                  if name in stage.spec.fields}
+                  if name in stage.spec.fields and not self.passing}
         if self.comparison is not None and microbatch >= self.comparison.compared_until[stage_index]:
             self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.assignment.update_every)
