@@ -22,7 +22,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "dataset": {"name": "synthetic", "batch_size": 8, "samples": 64},
     "training": {"learning_rate": 0.01, "max_steps": 4, "num_microbatches": 4},
     "parallel": {"model_parallel_size": 2, "schedule": "1f1b"},
-    "checkpoint": {"at_end": False},
+    "checkpoint": {"at_end": False, "every_minutes": None},
     "metrics": {"peak_tflops": 1.0}}
 """BERT with 2 blocks = 5 layers, dropout 0.1 and a tied head; 8 batches an epoch; nothing is saved, and no peak is
 measured, which takes longer than such a run."""

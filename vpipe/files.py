@@ -1,4 +1,4 @@
-"""Read files that users hand in: never more than a stated number of bytes, and without waiting for a writer."""
+"""Read files that users hand in, of at most so many bytes, without waiting for a writer; and replace files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
+from threading import get_ident
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -44,6 +46,30 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> by
 def _open_without_waiting(path: str, flags: int) -> int:
     """Open a file; a pipe without a writer is then empty."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def replace_text(path: str | os.PathLike[str], text: str | bytes) -> None:
+    """Write a file at once or not at all, whoever else does, and wait until the disk has it. Raises OSError."""
+    partial = Path(f"{os.fspath(path)}.{os.getpid()}.{get_ident()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(partial.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int, what: str, hint: str) -> Any:

@@ -245,7 +245,8 @@ class Pipeline:
 
         Args:
             pauses: the updates, counted over all of training, after which a pipeline without a flush drains: every so
-                many, those given, or a function from the updates that are done to the next such one. An
+                many, those given, or a function from the updates that are done to the next such one, which is asked
+                after every update: an earlier one than before counts if it cannot be under way yet. An
                 :meth:`evaluate`, :meth:`save` or :meth:`state_dict` there is of exactly that update. The same on every
                 rank. With a flush the pipeline is empty after every update anyway.
             updates: end after so many, within a batch if need be (not under a schedule read from a file, which ends

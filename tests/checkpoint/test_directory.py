@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from saved_state import names
 
-from vpipe.checkpoint.directory import LATEST, Checkpoints, previous, write_text
+from vpipe.checkpoint.directory import LATEST, Checkpoints, previous
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.errors import UserError
+from vpipe.files import replace_text
 
 
 def write(root: Path, step: int, seed: int = 0) -> Path:
@@ -42,14 +43,14 @@ def test_latest_names_it_and_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_the_text_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_text(tmp_path / LATEST, "step-3\n")
+    replace_text(tmp_path / LATEST, "step-3\n")
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_text(tmp_path / LATEST, "step-4\n")
+        replace_text(tmp_path / LATEST, "step-4\n")
     assert names(tmp_path) == {LATEST}
     assert (tmp_path / LATEST).read_text() == "step-3\n"
 

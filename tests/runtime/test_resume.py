@@ -128,6 +128,24 @@ def test_leaving_off_before_a_pause_drains_no_further_than_that() -> None:
     assert pipe.engine.position == Position(7, 7, 3, 14)
 
 
+def test_a_pause_may_be_named_while_the_pipeline_is_full_where_no_rank_can_have_begun_what_follows() -> None:
+    def trained(pauses: list[int], later: Mapping[int, int]) -> Mapping[str, Tensor]:
+        def next_pause(done: int) -> int | None:
+            return min((one for one in named if one > done), default=None)
+
+        pipe, named = pipeline(rich_model(), schedule="pipedream"), [*pauses]
+        assert pipe.lowered.steps_begun == 4
+        for step in pipe.train(rich_batches(3, 8), pauses=next_pause):
+            named += [later[step.index]] if step.index in later else []
+        found: Mapping[str, Tensor] = pipe.state_dict()
+        return found
+
+    same_bits(trained([9], {0: 3, 2: 7}), trained([7, 9], {}))
+    same_bits(trained([9], {3: 7}), trained([9], {}))  # update 7 is under way
+    with pytest.raises(AssertionError):
+        same_bits(trained([7, 9], {}), trained([9], {}))
+
+
 def test_another_number_of_microbatches_goes_on_where_it_falls_between_two() -> None:
     numbers = Position(6, 6, samples=12).as_numbers(4)
     assert numbers == {"microbatches": 6, "begun": 2, "batch": 4}

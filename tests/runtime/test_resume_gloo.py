@@ -14,7 +14,7 @@ from world import World
 from vpipe.app.config.config import load_config
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
-from vpipe.app.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
+from vpipe.app.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config, run_config
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
 
@@ -27,7 +27,7 @@ def train_in(*, folder: str, checkpoint: str | None) -> str | None:
                  None if checkpoint is None else ResumePoint(Path(folder), Path(checkpoint)))
 
 
-CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
+CHANGES = {"checkpoint__every_steps": 3, "checkpoint__keep": None, "training__max_steps": 8, "checkpoint__at_end": True,
            "training__evaluate_every": 4, "training__average": 0.9}
 
 
@@ -54,11 +54,11 @@ def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
         assert said == [None] * 4
 
 
-def check_equal(one: Path, other: Path) -> None:
+def check_equal(one: Path, other: Path, step: int = 8) -> None:
     assert losses(one) == losses(other)
     for key in ("evaluation_loss", "evaluation_loss_averaged"):
         assert [line[key] for line in metrics(one)[1]] == [line[key] for line in metrics(other)[1]]
-    mine, theirs = (tensors(run / "checkpoints" / "step-8") for run in (one, other))
+    mine, theirs = (tensors(run / "checkpoints" / f"step-{step}") for run in (one, other))
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
@@ -86,3 +86,14 @@ def test_without_one_the_same_arrangement_does(world: World, tmp_path: Path) -> 
     assert losses(run) == losses(whole)[:6]
     go_on(run, "training.max_steps=8", at=3, world=world)
     check_equal(whole, run)
+
+
+def test_four_ranks_agree_how_many_updates_the_minutes_between_checkpoints_are(world: World, tmp_path: Path) -> None:
+    stream = {"parallel__schedule": "pipedream", "parallel__model_parallel_size": 4, "parallel__update_every": 1,
+              "training__max_steps": 25}
+    run = begin(tmp_path / "a", world, **stream, checkpoint__every_steps=None, checkpoint__every_minutes=1e-4)
+    every = run_config(run).saving.every_steps
+    assert every is not None
+    assert 12 <= every < 25, "none is in flight when the first is known"
+    whole = begin(tmp_path / "b", **stream, checkpoint__every_steps=every)
+    check_equal(whole, run, 25)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from vpipe import Pipeline
+from vpipe import Pipeline, files
 from vpipe.app.launch.failure_report import write_report
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.run_log import METRICS
@@ -25,7 +25,7 @@ from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer
 from vpipe.app.train.peak_flops import find_peak
 from vpipe.app.train.rank_times import RankTimes
-from vpipe.app.train.run_folder import FACTS, replace_text, running
+from vpipe.app.train.run_folder import FACTS, running
 from vpipe.app.train.summary import RunFigures
 from vpipe.app.train.trace_writer import TraceWriter
 from vpipe.distributed import exchange
@@ -104,7 +104,7 @@ class RecordedRun:
             events: list[EventWriter] = []
             if first:
                 stack.enter_context(running(self.folder))
-                replace_text(self.folder / FACTS, json.dumps({
+                files.replace_text(self.folder / FACTS, json.dumps({
                     "updates": self._updates, "max_minutes": None, "ranks": self._homes, "partition": pipe.partition,
                     "planned_s": None}))
                 events = event_writers(self.folder, done, {}, tensorboard=self._tensorboard, wandb=self._wandb)

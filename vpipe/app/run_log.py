@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -112,6 +112,12 @@ class Evaluation(NamedTuple):
     averaged: float | None = None
 
 
+def evaluations_since_best(evaluations: Sequence[Evaluation]) -> int:
+    """Return how many evaluations, of one at least, have followed the first with the lowest loss."""
+    losses = [each.loss if isfinite(each.loss) else inf for each in evaluations]
+    return len(losses) - 1 - losses.index(min(losses))
+
+
 @dataclass
 class PastMetrics:
     """The lines of earlier attempts about steps that this attempt does not repeat."""
@@ -120,6 +126,7 @@ class PastMetrics:
     losses: list[float] = field(default_factory=list)  # of every step; NaN where the loss was not finite
     evaluations: list[Evaluation] = field(default_factory=list)
     time_s: float = 0.0  # of training
+    minutes: float = 0.0  # ``training.max_minutes`` that ended an attempt at the last of these steps
     missing: list[tuple[int, int]] = field(default_factory=list)  # first and last step of each gap without lines
 
     @classmethod
@@ -134,7 +141,9 @@ class PastMetrics:
             if "loss" in line:
                 past.losses.append(number(line, "loss"))
                 past._note_gap(line["step"], expected)
-                expected = line["step"] + 1
+                expected, past.minutes = line["step"] + 1, 0.0
+            elif isinstance(line.get("summary"), dict):
+                past.minutes = max(0.0, number(line["summary"], "ended_by_minutes"))  # 0 for none
             elif "evaluation_loss" in line:
                 past.evaluations.append(Evaluation(line["step"], number(line, "evaluation_loss"), number(
                     line, AVERAGED) if AVERAGED in line else None))

@@ -12,13 +12,14 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from vpipe.checkpoint.manifest import MANIFEST
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError
+from vpipe.files import replace_text, sync_folder
 
 LATEST = "latest"
 """A file with the name of the newest checkpoint, for scripts and people."""
@@ -157,20 +158,23 @@ class Checkpoints:
     def update_latest(self) -> None:
         """Let ``latest`` name the newest with a manifest; without one the file is removed. Raises OSError."""
         if readable := self._with_manifest():
-            write_text(self.root / LATEST, readable[-1].name + "\n")
+            replace_text(self.root / LATEST, readable[-1].name + "\n")
         else:
             (self.root / LATEST).unlink(missing_ok=True)
 
-    def prune(self, keep: int | None) -> None:
-        """Remove all but the newest ``keep`` with a manifest; None keeps all. A removal cut short leaves a ``.tmp``."""
-        for path in self._with_manifest()[:-keep] if keep else ():
-            _remove(path, self.partial(Checkpoints.step_of(path)))
+    def prune(self, keep: int | None, spare: Callable[[Sequence[Path]], Path | None] = lambda found: None) -> None:
+        """Remove all but the newest ``keep`` with a manifest, None keeps all, and the one that ``spare`` chooses. A
+        removal cut short leaves a ``.tmp``."""
+        found = self._with_manifest()
+        for path in found[:-keep] if keep else ():
+            if path != spare(found):
+                _remove(path, self.partial(Checkpoints.step_of(path)))
 
     def clear_leftovers(self) -> None:
         """Remove what interrupted saves have left, but no ``step-N.old`` without a successor. Raises OSError."""
         complete = self.all()
         for path in _entries(self.root):
-            if path.name == f"{LATEST}.tmp" or path.name.startswith(self.PROBE):
+            if path.name.startswith((f"{LATEST}.", self.PROBE)):
                 path.unlink()
             elif path.name.startswith("step-") and path.suffix in (".tmp", ".old") and path not in complete:
                 shutil.rmtree(path)
@@ -187,21 +191,6 @@ def _appears(path: Path) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file at once or not at all, and wait until the disk has it. Raises OSError."""
-    partial = path.with_name(f"{path.name}.tmp")
-    try:
-        with partial.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def replace_folder(partial: Path, final: Path) -> None:
@@ -260,15 +249,6 @@ def previous(folder: Path) -> Path | None:
         return None
     older = [path for path in Checkpoints(folder.parent).all() if Checkpoints.step_of(path) < int(name[1])]
     return older[-1] if older else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _entries(root: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.files import count_of, parse_json, read_bounded, read_record, text_of
+from vpipe.files import count_of, parse_json, read_bounded, read_record, replace_text, text_of
 from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
@@ -234,10 +233,7 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Write it into ``folder`` and wait until the disk has it. Raises OSError when it could not be written."""
         content = {"format": FORMAT, **asdict(self)}
-        with (folder / MANIFEST).open("w") as file:
-            file.write(_text({**content, "checksum": _checksum(content)}))
-            file.flush()
-            os.fsync(file.fileno())
+        replace_text(folder / MANIFEST, _text({**content, "checksum": _checksum(content)}))
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:

@@ -119,6 +119,7 @@ class Saver:
 
     Attributes:
         results: of the saves so far, in order; complete after :meth:`wait`.
+        spare: chooses one of the checkpoints to keep beside the newest.
     """
 
     def __init__(self, root: Path, keep: int | None, exchange: Exchange,
@@ -129,6 +130,7 @@ class Saver:
         self._warnings: list[str] = []
         self._failure: BaseException | None = None
         self.results: list[SaveResult] = []
+        self.spare: Callable[[Sequence[Path]], Path | None] = lambda found: None
 
     def reserve(self, sizes: Iterable[int], pinned: bool = False) -> None:
         """Allocate the memory for copies of tensors with so many bytes each, in a thread; pinned for those of a GPU.
@@ -235,8 +237,8 @@ class Saver:
         return json.dumps({"error": ", ".join(errors) or None, "bytes": size})
 
     def _tidy(self, step: int) -> None:
-        for what, task in (("write the file 'latest'", self._folder.update_latest),
-                           ("remove older checkpoints", lambda: self._folder.prune(self._keep))):  # even if that failed
+        for what, task in (("write the file 'latest'", self._folder.update_latest), (  # even if that failed
+                "remove older checkpoints", lambda: self._folder.prune(self._keep, self.spare))):
             try:
                 task()
             except OSError as error:

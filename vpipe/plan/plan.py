@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count
-from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from vpipe.description.cut import Cut, Placement
 from vpipe.description.order import Order
 from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges
 from vpipe.errors import Problem, UserError, counted, nearest
-from vpipe.files import number_of, read_json, read_record
+from vpipe.files import number_of, read_json, read_record, replace_text
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.assignment import passes
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS
@@ -289,10 +288,8 @@ class Plan:
             UserError: it cannot be written there.
         """
         check_path("the path of a plan", path, "plan.json")
-        partial = Path(f"{os.fspath(path)}.tmp")
         try:
-            partial.write_text(json.dumps(self.as_json(), indent=2) + "\n")
-            partial.replace(path)
+            replace_text(path, json.dumps(self.as_json(), indent=2) + "\n")
         except OSError as error:
             raise UserError(f"cannot write the plan: {error.strerror}", where=str(path),
                             hint="give the path of a file in a folder that can be written") from None

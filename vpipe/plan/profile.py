@@ -11,12 +11,11 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.description.cut import crossings
 from vpipe.errors import UserError
-from vpipe.files import count_of, read_json, read_record
+from vpipe.files import count_of, read_json, read_record, replace_text
 
 FORMAT = 1
 
@@ -258,9 +257,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON, atomically."""
-        partial = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
-        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-        partial.replace(path)
+        replace_text(path, json.dumps(self.as_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

@@ -308,12 +308,13 @@ class Engine:
             loader.end = None if pause is None else first + (pause - done) * self.schedule.assignment.per_step
             if not self._has(loader, first):
                 break
-            made = yield from self._train_to_pause(loader, first, pause)
+            made = yield from self._train_to_pause(loader, first, pause, pauses)
             updates = None if updates is None else updates - made
         self._end_batches(loader)
 
-    def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None) -> Generator[Step, None, int]:
-        """Train until the next pause; return the number of steps."""
+    def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None, pauses: Pauses
+                        ) -> Generator[Step, None, int]:
+        """Train until the next pause, or an earlier one that is named meanwhile; return the number of steps."""
         assignment = replace(self.schedule.assignment,
                              has_microbatch=lambda microbatch: loader.has(first + microbatch))
         segment = self._segment(loader, first, assignment)
@@ -324,6 +325,11 @@ class Engine:
                 if segment.steps_before + stream.done == pause:
                     self.drain()  # what is left has no step: then weights may be changed
                 yield from self._yield_unchanged(step, lambda: stream.drained is None)
+                done = segment.steps_before + stream.done
+                sooner = (pauses(done) or 0) if stream.drained is None else 0
+                if done + self.schedule.steps_begun <= sooner < (pause or sooner + 1):
+                    pause = sooner
+                    stream.end_after(pause - segment.steps_before)
         except RunError as error:  # of another rank, which has the batch that could not be read here
             if loader.error is None or loader.error is error:
                 raise

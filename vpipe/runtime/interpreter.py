@@ -395,17 +395,14 @@ class RunningSegment:
         """Finish the microbatches in flight; return the steps made.
 
         Every rank drains after the same step, so all must agree on the last microbatch that still enters: the last one
-        before a known pause, or else the latest that any rank may have begun, rounded up to whole steps. Beyond the
-        last finished step these are as many as the replicas of a stage hold in flight, and with several replicas those
-        of the next update, which one replica may have ended before another ends this one, and the next forward of each.
+        before a known pause, or else the last of the latest step that any rank may have begun.
         """
-        segment, placement = self.segment, schedule.placement
-        per_step, widest = segment.assignment.per_step, max(len(ranks) for ranks in placement)
-        in_flight = max(len(ranks) * schedule.peak_activations[rank] for ranks in placement for rank in ranks)
-        if widest > 1:
-            in_flight += (segment.assignment.update_every + 1) * widest
-        end = segment.first + -(-(self.done * per_step + in_flight) // per_step) * per_step
-        segment.loader.end = end if segment.loader.end is None else min(end, segment.loader.end)
+        self.end_after(self.done + schedule.steps_begun)
         self.drained = deque()
         self.drained.extend(self)
         return self.drained
+
+    def end_after(self, steps: int) -> None:
+        """Let the segment end after so many steps, unless it ends earlier; none may be begun behind them."""
+        loader, end = self.segment.loader, self.segment.first + steps * self.segment.assignment.per_step
+        loader.end = end if loader.end is None else min(end, loader.end)

@@ -89,6 +89,18 @@ class Schedule:
                           self.frozen, self.slices)
 
     @property
+    def steps_begun(self) -> int:
+        """Return how many steps beyond the last finished one any rank of a stream may have begun.
+
+        Those of as many microbatches as the replicas of a stage hold in flight, and with several replicas those of the
+        next update, which one replica may have ended before another ends this one, and the next forward of each.
+        """
+        widest = max(map(len, self.placement))
+        in_flight = max(len(ranks) * self.peak_activations[rank] for ranks in self.placement for rank in ranks)
+        in_flight += (self.update_every + 1) * widest * (widest > 1)
+        return -(-in_flight // self.assignment.per_step)
+
+    @property
     def unit(self) -> str:
         """Name what its actions are of, for messages."""
         return "microbatch" if self.slices == 1 else "slice"

@@ -219,7 +219,8 @@ def test_a_run_saves_its_end_unless_told_otherwise(at: Path) -> None:
     said = load(at, GOOD).saving, load(at, GOOD, "checkpoint={every_steps: 5, at_end: false}").saving
     assert [(one.every_steps, one.keep, one.at_end, one.makes_any) for one in said] == [
         (None, 3, True, True), (5, 3, False, True)]
-    assert not load(at, GOOD, "checkpoint.at_end=false").saving.makes_any
+    assert load(at, GOOD, "checkpoint.at_end=false").saving.makes_any, "one every ten minutes"
+    assert not load(at, GOOD, "checkpoint.at_end=false", "checkpoint.every_minutes=null").saving.makes_any
 
 
 @pytest.mark.parametrize("tells", ["partition: [3, 2, 2]", "stage_to_rank_map: {0: [0], 1: [1], 2: [2]}"])

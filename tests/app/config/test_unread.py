@@ -31,7 +31,8 @@ from vpipe.model.model import Model
 GOOD: dict[str, dict[str, Any]] = {
     "model": {"name": "gpt"}, "dataset": {"name": "synthetic", "batch_size": 8},
     "training": {"learning_rate": 1e-3, "num_microbatches": 4},
-    "parallel": {"model_parallel_size": 2, "partition": [2, 3]}, "checkpoint": {"at_end": False}}
+    "parallel": {"model_parallel_size": 2, "partition": [2, 3]},
+    "checkpoint": {"at_end": False, "every_minutes": None}}
 
 LORA = {"model.lora.rank": 2, "model.lora.alpha": 4.0}
 OF_EXPERTS = ("model.experts_per_token", "model.balance_weight")
@@ -62,7 +63,8 @@ VALUES: dict[str, Any] = {
     "parallel.device": "cpu", "parallel.master_port": 29500, "parallel.master_address": "10.0.0.1",
     "parallel.interface": "eth0", "parallel.compress": "int8", "parallel.compress_rounding": "stochastic",
     "parallel.shared_memory": False, "parallel.timeout_s": 5.0, "parallel.warmup_depth": [2, 0],
-    "checkpoint.every_steps": 2, "checkpoint.keep": 1, "checkpoint.at_end": False, "checkpoint.directory": "kept",
+    "training.patience": 2, "checkpoint.every_steps": 2, "checkpoint.every_minutes": 2.0, "checkpoint.keep_best": False,
+    "checkpoint.keep": 1, "checkpoint.at_end": False, "checkpoint.directory": "kept",
     "launch.ssh_options": ["-v"], "launch.python": "/usr/bin/python3", "launch.directory": "/home",
     "launch.keep_memory": False, "metrics.peak_tflops": 1.0, "metrics.rank_times_every": 2, "metrics.tensorboard": True,
     "metrics.wandb": "offline", "machines": ["localhost:0", "localhost:1"], "container": "image.sif",
@@ -82,6 +84,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "parallel.update_every": {"parallel.schedule": "pipedream"},
     "parallel.warmup_depth": {"parallel.schedule": "pipedream"},
     "parallel.compress_rounding": {"parallel.compress": "int8"},
+    "training.patience": {"training.evaluate_every": 2},
     "checkpoint.keep": {"checkpoint.at_end": True}, "checkpoint.directory": {"checkpoint.at_end": True},
     "launch.ssh_options": {"machines": VALUES["machines"]}, "launch.python": {"machines": VALUES["machines"]},
     "launch.directory": {"machines": VALUES["machines"]}, "parallel.master_address": {"machines": VALUES["machines"]},

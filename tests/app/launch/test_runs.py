@@ -111,7 +111,7 @@ def test_a_failure_in_a_rank_is_told_once_with_its_place(tmp_path: Path, monkeyp
         f'  File "{package}/fragile.py", line {number}, in forward',
         '    raise ArithmeticError("too hot to handle")',
         "hint: make the layer accept these inputs, or change the outputs of the layers before it; "
-        f"the traceback is in {run}/rank0.log; no checkpoint was made: checkpoint.every_steps is not set"]
+        f"the traceback is in {run}/rank0.log; no checkpoint was made: checkpoint.every_minutes is null"]
     assert (out + err).count("error:") == 1
     assert "Traceback" not in out + err
     assert out.splitlines()[-1] == f"run folder: {run}"

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import tempfile
 from itertools import islice
 from pathlib import Path
 from threading import Event, current_thread
@@ -27,10 +26,10 @@ from vpipe.app.train.checkpointing import Checkpointing
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.metrics import LineWriter
+from vpipe.checkpoint import Manifest
 from vpipe.checkpoint import save as saver
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.shards import HostBuffer
-from vpipe.distributed.device import DeviceMap
 from vpipe.errors import RunError, UserError
 from vpipe.pipeline import Pipeline
 
@@ -104,37 +103,23 @@ def full_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "write_shards", write)
 
 
-def test_a_disk_that_is_full_and_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message does not offer a checkpoint that does not exist."""
-    full_at(4, monkeypatch)
-    with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space left") as caught:
-        begin(tmp_path, checkpoint__at_end=True)
-    assert caught.value.hint == ("make room, or set checkpoint.directory, or lower the learning rate where weights are "
-                                 "not finite; there is no checkpoint to resume from")
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                             last: bool) -> None:
-    full_at(4 if last else 2, monkeypatch)
-    changes = {"checkpoint__every_steps": 1, "checkpoint__keep": None}
-    if last:
-        with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space") as caught:
-            begin(tmp_path, **changes)
-        [run] = (tmp_path / "runs").iterdir()
-        assert caught.value.hint.endswith(f"; then go on from step 3 with: vpipe train --resume {run}")
-    else:
-        begin(tmp_path, **changes)
+@pytest.mark.parametrize(("given_up", "every", "remedy"), [
+    (4, None, "there is no checkpoint to resume from"), (4, 1, "then go on from step 3 with: vpipe train --resume "),
+    (2, 1, "then go on from step 1 with: vpipe train --resume ")])
+def test_a_disk_that_fills_up_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str], given_up: int, every: int | None,
+                                           remedy: str) -> None:
+    full_at(given_up, monkeypatch)
+    with pytest.raises(RunError, match=f"the checkpoint of step {given_up} could not be saved: No space") as caught:
+        begin(tmp_path, checkpoint__every_steps=every, checkpoint__keep=None, checkpoint__at_end=True)
     [run] = (tmp_path / "runs").iterdir()
-    check_updates(run, 4)
-    given_up = 4 if last else 2
-    assert sorted(os.listdir(run / "checkpoints")) == [
-        "latest", *(f"step-{step}" for step in range(1, 5) if step != given_up)]
-    out, err = capsys.readouterr()
-    assert f"warning: could not save step {given_up}: No space left on device" in err
-    assert "3 checkpoints of " in out
-    [line] = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"error"' in line]
-    assert json.loads(line)["checkpoint"] == f"step-{given_up}"
+    assert caught.value.hint == (
+        f"make room on the disk of '{run}/checkpoints' (df -h shows what is free), or lower checkpoint.keep, or set "
+        f"checkpoint.directory to a folder on another disk; {remedy}" + f"{run}" * remedy.endswith(" "))
+    assert isinstance(caught.value, LastingError) == (given_up == 2), "a run that has ended has its figures"
+    assert ("4 updates in" in capsys.readouterr().out) == (given_up == 4)
+    left = {"latest", *(f"step-{step}" for step in range(1, given_up))} if every else set()
+    assert set(os.listdir(run / "checkpoints")) == left
 
 
 def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +128,6 @@ def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.Mon
         raise UserError("rank 1 (b) does not see it", hint="set checkpoint.directory")
 
     monkeypatch.setattr("vpipe.checkpoint.Checkpoints.check_shared", refused)
-    monkeypatch.setattr(DeviceMap, "hosts", 2)
     with pytest.raises(UserError, match="rank 1"):
         begin(tmp_path / "a", checkpoint__at_end=True)
     (tmp_path / "b").mkdir()
@@ -157,15 +141,15 @@ def test_a_folder_that_cannot_be_written_or_is_full(tmp_path: Path, monkeypatch:
                                          capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs"
     folder.mkdir()
-    if made:
-        monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
-    else:
+    if not made:
         (folder / "checkpoints").write_text("")
     config = load_config(write_config(tmp_path, training__max_steps=1, checkpoint__at_end=True))
-    with pytest.raises(UserError, match=r"checkpoints cannot be written to '.*': (No space left|File exists)"):
+    if made:
+        monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(UserError, match=r"rank 0 \(.*\) cannot write checkpoints to '.*': (No space left|File exists)"):
         train(Job.from_config(config), folder)
     train(Job.from_config(config.model_copy(update={"checkpoint": None})), folder)
-    assert "no checkpoints are made: checkpoints cannot be written to" in capsys.readouterr().err
+    assert "no checkpoints are made: rank 0 (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -191,6 +175,24 @@ def test_a_disk_that_is_full_for_the_metrics(tmp_path: Path, monkeypatch: pytest
     assert shown.err.count("metrics.jsonl': No space left on device; training continues") == 1
     assert shown.err.count("is whole again") == room
     assert "4 updates in" in shown.out
+
+
+@pytest.mark.parametrize("changes", [{}, {"training__optimizer": "muon", "training__average": 0.9}])
+def test_the_room_for_checkpoints_is_compared_before_the_training(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        changes: dict[str, Any]) -> None:
+    run = begin(tmp_path / "a", checkpoint__at_end=True, **changes)
+    size = Manifest.load(run / "checkpoints" / "step-4").bytes
+    free = [0.8 * size]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Mock(free=free[0]))
+    with pytest.raises(UserError, match=r"the run writes checkpoints of [\d.]+ KiB, but the disk of '.*' has "):
+        begin(tmp_path / "b", checkpoint__at_end=True, **changes)
+    assert not (tmp_path / "b" / "runs").exists()
+    free[0] = 1.2 * size
+    begin(tmp_path / "c", checkpoint__at_end=True, **changes)
+    assert "warning" not in capsys.readouterr().err
+    begin(tmp_path / "d", checkpoint__every_steps=3, checkpoint__keep=1, **changes)
+    assert re.search(r"warning: the run may hold 2 checkpoints of .*: make room, or lower", capsys.readouterr().err)
 
 
 def test_all_of_the_pause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

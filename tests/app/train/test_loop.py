@@ -16,6 +16,8 @@ from vpipe.app.errors import LastingError
 from vpipe.app.train import loop
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
+from vpipe.app.train.resume import find_resume_point, nothing_left, resumed_config
+from vpipe.app.train.run_folder import unlock_runs
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
 from vpipe.pipeline import Pipeline
@@ -196,3 +198,43 @@ def test_skipping_ends_where_nothing_else_happens(tmp_path: Path, monkeypatch: p
     assert "on_nan" not in caught.value.hint
     assert [line.get("skipped") for line in metrics(only_run(tmp_path / "runs"))[0]] == [None, True, True]
     assert "update 3 was skipped: loss is nan" in capsys.readouterr().err
+
+
+def test_the_best_is_kept_and_patience_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """So does the run that goes on; which counts the evaluations of all attempts."""
+    losses = iter([3.0, 2.0, 2.5, 2.0, 9.9, 2.1])
+    monkeypatch.setattr(Pipeline, "evaluate", lambda *_: next(losses))
+    run = begin(tmp_path, training__evaluate_every=1, training__patience=2, training__max_steps=9,
+                checkpoint__every_steps=3, checkpoint__keep=1, checkpoint__at_end=True)
+    assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-2", "step-4"]
+    shown = capsys.readouterr()
+    over = "training.patience, 2, is over: no evaluation loss was below 2.000, of update 2, in 2 evaluations"
+    assert over in shown.err
+    assert "2 kept, the best of step 2, the last of step 4" in shown.out
+    start = find_resume_point(run)
+    done = nothing_left(start, Job.from_config(resumed_config(start, None, [])))
+    assert done == ("nothing is left to do: 4 updates are done, and training.patience, 2, is over; to continue, give a "
+                    f"larger limit: vpipe train --resume {run} --set training.patience=4")
+    go_on(run, "training.patience=4")
+    assert over.replace("2, is", "4, is").replace("in 2", "in 4") in capsys.readouterr().err
+    assert len(metrics(run)[0]) == 6
+    assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-2", "step-6"]
+
+
+def test_a_run_whose_minutes_are_over_is_left_as_it_is(tmp_path: Path) -> None:
+    run = begin(tmp_path, training__max_steps=None, training__max_minutes=0.002, checkpoint__at_end=True)
+    start = find_resume_point(run)
+
+    def left(*settings: str) -> str | None:
+        found = nothing_left(start, Job.from_config(resumed_config(start, None, settings)))
+        unlock_runs()
+        return found
+
+    assert left() == ("nothing is left to do: training.max_minutes, 0.002, is over; to continue, give a larger limit: "
+                      f"vpipe train --resume {run} --set training.max_minutes=0.004")
+    assert left("training.max_minutes=3") is left("training.max_minutes=null", "training.max_steps=999") is None
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines if '"summary"' not in line).replace(
+        '"time_s": 0.', '"time_s": 0.0'))  # killed, or stopped by a signal
+    assert left() is None

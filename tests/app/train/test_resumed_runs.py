@@ -20,7 +20,7 @@ from vpipe.app.signals import Stopped
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import _TrainingRun, train
 from vpipe.app.train.metrics import ProgressBar
-from vpipe.app.train.resume import ResumePoint, prepare_run
+from vpipe.app.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config, run_config
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
@@ -29,9 +29,8 @@ from vpipe.runtime.step_results import Step
 
 pytestmark = pytest.mark.jobs
 
-FLUSH = {"checkpoint__every_steps": 3, "training__max_steps": 8}
-STREAM = {"checkpoint__every_steps": 3, "training__max_steps": 8, "parallel__schedule": "pipedream",
-          "parallel__update_every": 2}
+FLUSH = {"checkpoint__every_steps": 3, "checkpoint__keep_best": False, "training__max_steps": 8}
+STREAM = {**FLUSH, "parallel__schedule": "pipedream", "parallel__update_every": 2}
 
 
 class Killed(BaseException):
@@ -95,6 +94,25 @@ def test_a_run_that_was_killed_goes_on_as_one_that_was_not(tmp_path: Path, monke
     check_updates(killed, job.updates)
     assert job.updates is not None
     check_equal(whole, killed, job.updates)
+
+
+@pytest.mark.parametrize("changes", [{}, STREAM, {
+    **STREAM, "parallel__stage_to_rank_map": {"0": [0, 1], "1": [2]}, "training__evaluate_every": 4}])
+def test_minutes_between_checkpoints_become_a_number_that_repeats_the_run(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    changes = {**changes, "training__max_steps": 30, "checkpoint__at_end": True, "checkpoint__every_steps": None}
+    config = write_config(tmp_path, **changes, checkpoint__every_minutes=1e-4)
+    killed = cut_short(tmp_path / "killed", monkeypatch, 25, **changes, checkpoint__every_minutes=1e-4)
+    every = run_config(killed).saving.every_steps
+    assert every is not None
+    assert 5 <= every <= 20
+    go_on(killed, config=config)
+    assert run_config(killed).saving.every_steps == every, "as the run has measured it"
+    whole = begin(tmp_path / "whole", **changes | {"checkpoint__every_steps": every})
+    check_equal(whole, killed, 30)
+    start = find_resume_point(killed)
+    assert resumed_config(start, None, ["checkpoint.every_minutes=5"]).saving.every_steps is None
+    assert resumed_config(start, config, ["checkpoint.every_minutes=5"]).saving.every_steps is None
 
 
 @pytest.mark.parametrize("settings", [

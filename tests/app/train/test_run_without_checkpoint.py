@@ -29,7 +29,7 @@ def a_run(folder: Path, steps: int, **changes: Any) -> tuple[Config, Path]:
 
 @pytest.mark.parametrize(("every", "steps", "why"), [
     (None, 0, "it made no step"),
-    (None, 3, "checkpoint.every_steps is not set"),
+    (None, 3, "checkpoint.every_minutes is null"),
     (20, 1, "its first is due after step 20, and it made 1 step"),
     (2, 3, "no save came to its end, see RUN/rank0.log")])
 def test_why_there_is_none(tmp_path: Path, every: int | None, steps: int, why: str) -> None:
@@ -64,7 +64,7 @@ def ended(config: Config, run: Path, error: RunError) -> str:
 def test_a_failure_says_that_nothing_was_saved_and_what_would_be(tmp_path: Path) -> None:
     config, run = a_run(tmp_path, 3)
     assert ended(config, run, RunError("lost", hint="its log: x")) == (
-        "its log: x; no checkpoint was made: checkpoint.every_steps is not set")
+        "its log: x; no checkpoint was made: checkpoint.every_minutes is null")
     assert ended(config, run, LastingError("nan", hint="there is no checkpoint")) == "there is no checkpoint"
     (run / "checkpoints" / "step-2").mkdir(parents=True)
     assert ended(config, run, RunError("lost", hint="its log: x")) == (

@@ -192,7 +192,8 @@ def _sections(name: str, size: str, dataset: str, data: Path | None, batch_size:
             "dataset": {"name": dataset, **({} if data is None else {"path": str(data)}),
                         "batch_size": batch_size},
             "training": training,
-            "parallel": {"model_parallel_size": stages, "schedule": SCHEDULES[schedule], "partition": "auto"}}
+            "parallel": {"model_parallel_size": stages, "schedule": SCHEDULES[schedule], "partition": "auto"},
+            "checkpoint": {"every_minutes": 10}}
 
 
 def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -67,6 +67,7 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
 def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     """Drop the keys of a run's config, which has every key, that derive from keys in ``settings``.
 
+    Other minutes between checkpoints are measured anew.
     With another number of stages, partition and ranks are dropped; with another schedule, what only it takes.
     Between schedules without a flush an update that takes the whole batch does so still.
     """
@@ -91,6 +92,8 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
         dropped |= {"stage_to_rank_map"}
     for name in dropped - given.keys():
         tree.drop(("parallel", name))
+    if "checkpoint.every_minutes" in settings:
+        tree.drop(("checkpoint", "every_steps"))  # one that is set, too, is put back
 
 
 def drop_ranks(tree: Tree) -> None:

@@ -226,6 +226,8 @@ class TrainingSection(Section):
     seed: Seed = Field(0, description="seed of initial weights and dropout")
     evaluate_every: Steps | None = Field(None, description="steps between evaluations; the run always ends with one")
     evaluation_batches: Steps = Field(8, description="batches per evaluation")
+    patience: Steps | None = Field(None, description=(
+        "evaluations in a row without a lower loss than the best one before, after which the run ends; null ends none"))
     compile: Compile = Field(False, description=(
         "compile every layer with torch.compile: true for inductor, or the name of another backend, such as aot_eager; "
         "schedules that split the backward are refused"))
@@ -295,8 +297,13 @@ class CheckpointSection(Section):
     """The checkpoints of a run."""
 
     every_steps: Steps | None = Field(None, description=(
-        "steps between two checkpoints; null writes none before the end"))
+        "steps between two checkpoints; null: as many as every_minutes take, which the run measures, and writes into "
+        "its own config.yaml"))
+    every_minutes: float | None = Field(10.0, gt=0, le=MOST_STEPS, description=(
+        "minutes between two checkpoints, where every_steps is null; null writes none before the end"))
     keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="number of newest checkpoints to keep; null keeps all")
+    keep_best: bool = Field(True, description=(
+        "write a checkpoint after every evaluation with the lowest loss so far, and keep the best beside the newest"))
     at_end: bool = Field(True, description="write a checkpoint at the end of the run, and when a signal stops it")
     directory: Absolute | None = Field(None, description=(
         "parent folder of the runs' checkpoint folders, on a disk that all hosts see; null writes checkpoints into "
@@ -305,7 +312,7 @@ class CheckpointSection(Section):
     @property
     def makes_any(self) -> bool:
         """Return whether a run writes any checkpoint."""
-        return self.at_end or self.every_steps is not None
+        return self.at_end or bool(self.every_steps or self.every_minutes)
 
 
 class MetricsSection(Section):
@@ -439,6 +446,10 @@ class Config(Section):
     def with_parallel(self, parallel: ParallelSection | None = None, **changes: object) -> Self:
         """Return this config with another section ``parallel``, or other values of it, which are not validated."""
         return self.model_copy(update={"parallel": (parallel or self.parallel).model_copy(update=changes)})
+
+    def saving_every(self, steps: int | None) -> Self:
+        """Return this config with a number of steps between two checkpoints."""
+        return self.model_copy(update={"checkpoint": self.saving.model_copy(update={"every_steps": steps})})
 
     def resolved_yaml(self) -> str:
         """Return this config as native YAML with every key; loading it gives an equal config."""

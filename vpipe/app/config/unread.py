@@ -54,7 +54,9 @@ RULES = (
          lambda c, _: c.model.experts is not None or c.model.config_file is not None or
          c.model.name not in families.WITHOUT_EXPERTS, "the model has no experts", "set experts to their number"),
     Rule(("checkpoint.keep", "checkpoint.directory"), lambda c, _: c.saving.makes_any,
-         "the run writes no checkpoint", "set at_end: true, or every_steps"),
+         "the run writes no checkpoint", "set at_end: true, or every_minutes"),
+    Rule(("training.patience",), lambda c, _: c.training.evaluate_every is not None,
+         "nothing is evaluated before the end", "set evaluate_every"),
     Rule(("launch.ssh_options", "launch.python", "launch.directory"),
          lambda c, started: c.machines is not None and not started,
          "no rank is started over ssh", "name the hosts as machines, for vpipe train alone"),

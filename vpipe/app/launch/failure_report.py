@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from vpipe import files
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.train.run_folder import failure_path, log_path
 from vpipe.distributed import Fault, watch
@@ -60,13 +59,9 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
               "reporter": watchdog is None or watchdog.is_reporter, "starting": isinstance(error, StartError),
               "lasting": isinstance(error, (LastingError, UserError)), "problems": problems,
               "frames": error.frames}
-    partial = failure_path(folder, rank).with_suffix(f".{threading.get_ident()}.tmp")  # the watchdog may write one, too
     try:
-        partial.write_text(json.dumps(report))
-        partial.replace(failure_path(folder, rank))
+        files.replace_text(failure_path(folder, rank), json.dumps(report))  # the watchdog may write one, too
     except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         print(error, file=sys.stderr, flush=True)
     return report
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from vpipe import files
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.config.yaml_tree import parse
@@ -28,7 +29,7 @@ from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.progress import byte_progress
 from vpipe.app.run_log import RunLog
 from vpipe.app.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
-from vpipe.app.train.run_folder import CONFIG, replace_text
+from vpipe.app.train.run_folder import CONFIG
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import RunError, UserError, counted
@@ -138,7 +139,7 @@ class Starter:
 
     def write(self, folder: Path) -> None:
         """Write the record into the run's folder."""
-        replace_text(folder / FILE, json.dumps(asdict(self)))
+        files.replace_text(folder / FILE, json.dumps(asdict(self)))
 
     def find_run(self, log_directory: Path, resumed: Path | None, *, again: bool) -> Path | None:
         """Return the folder of the latest run that one of these agents began and continues; None for a new one.

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
-import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from shlex import quote
 from statistics import median
 from time import perf_counter
 from types import TracebackType
+from typing import NoReturn
 
 from torch import Tensor
 
-from vpipe import Pipeline
+from vpipe import Pipeline, files
 from vpipe.app.config.origin import KEPT, KEPT_BY_RUN, RUN
 from vpipe.app.data.cache import sha256_of
+from vpipe.app.errors import LastingError
 from vpipe.app.families.lora import base_names, is_adapter
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.observers import Run
 from vpipe.app.train.resume import lacks_adapters
-from vpipe.app.train.run_folder import checkpoints_root
+from vpipe.app.train.run_folder import CONFIG, checkpoints_root
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest, Saver
 from vpipe.distributed import RankEnvironment, exchange, watch
 from vpipe.errors import RunError, UserError, counted
 
 log = logging.getLogger("vpipe")
 
+SETTLED = 0.05
+"""Share of the minutes between two checkpoints for which updates are timed before their number is taken from that."""
+
+NO_ROOM = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+"""Errors of a save after which the next one would fail, too."""
+
 LAST_SAVE_S = 5.0
 """Longest wait of a rank that fails by itself for a save that is being written."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cadence:
     """Steps after which the pipeline drains for a checkpoint or an evaluation.
 
-    Derived from the config alone, so a resumed run drains after the same steps.
+    Derived from the config alone, so a resumed run drains after the same steps; a run that has only minutes between
+    two checkpoints measures the steps, and writes them into its config.
     """
 
     save: int | None  # steps between two checkpoints
@@ -50,13 +62,10 @@ class Cadence:
         found = min(ends, default=None)
         return None if found is None or (self.end is not None and found >= self.end) else found
 
-    def saves(self, before: int, steps: int) -> bool:
-        """Return whether a checkpoint is due after ``steps``, if ``before`` were done at the last call."""
-        return self.save is not None and steps // self.save > before // self.save
-
-    def evaluates(self, before: int, steps: int) -> bool:
-        """Return the same for an evaluation."""
-        return self.evaluate is not None and steps // self.evaluate > before // self.evaluate
+    @staticmethod
+    def is_due(every: int | None, before: int, steps: int) -> bool:
+        """Return whether a multiple of ``every`` steps was reached after ``before`` of them."""
+        return every is not None and steps // every > before // every
 
 
 class Checkpointing:
@@ -65,9 +74,6 @@ class Checkpointing:
     If not all hosts see the run's folder, that is an error where the config has a section ``checkpoint``; without one,
     no checkpoints are made, and a note says so.
 
-    Args:
-        hosts: number of hosts of the run.
-
     Attributes:
         root: folder of the checkpoints; None when none are made.
 
@@ -75,23 +81,22 @@ class Checkpointing:
         UserError: checkpoints cannot be written, or not all ranks see the folder.
     """
 
-    def __init__(self, run: Run, hosts: int) -> None:
+    def __init__(self, run: Run) -> None:
         self._run, self._job, self._metrics = run, run.job, run.metrics
         self._reported = 0  # of the saver's results, in metrics.jsonl
         self._saved: int | None = run.job.steps_done or None  # steps of the latest
         self._saver: Saver | None = None  # opened by the first save
         self._reserve_due = False
+        self._ask_at: int | None = None  # steps of this attempt
+        self._told: Callable[[], list[int]] = lambda: [0]
         self.root: Path | None = None
         job, config = run.job, run.job.config
         if not config.saving.makes_any:
             return
         root = Path(os.path.abspath(checkpoints_root(config, run.folder)))
         try:
-            if hosts == 1:
-                _make_writable(root)
-            else:
-                root = Path(exchange().from_rank(str(root)))
-                Checkpoints(root).check_shared(exchange(), os.environ.get(RankEnvironment.HOST) or socket.gethostname())
+            root = Path(exchange().from_rank(str(root)))
+            Checkpoints(root).check_shared(exchange(), os.environ.get(RankEnvironment.HOST) or socket.gethostname())
         except UserError as error:
             if config.checkpoint is not None:
                 raise
@@ -102,10 +107,53 @@ class Checkpointing:
         self._data = job.fingerprint() if run.pipe.rank == 0 else ""
         self._kept = {name: sha256_of(run.folder / name) for name in KEPT if (run.folder / name).is_file()}
         self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
+        if config.saving.every_steps is None and config.saving.every_minutes is not None:
+            self._ask_at = max(2, job.schedule.steps_begun)
+
+    def agreed_steps(self) -> int | None:
+        """Return how many steps ``checkpoint.every_minutes`` are, once, when all ranks know; called after every step.
+
+        Rank 0 answers after n steps, 2n, 4n, ..., and every rank reads an answer when the next one is due. So no rank
+        waits for one that waits for the rank's own microbatches in flight.
+        """
+        done = self._metrics.steps - self._job.steps_done
+        if self._ask_at is None or done < self._ask_at:
+            return None
+        if not (steps := self._told()[0]):
+            self._ask_at = 2 * done
+            self._told = exchange("minutes").begin(self._measured_steps(done) if self._run.pipe.rank == 0 else 0)
+            return None
+        self._ask_at, self._reserve_due = None, self._job.schedule.flush
+        self._config = self._job.config.saving_every(steps).resolved_yaml()
+        self._run.note(f"a checkpoint every {counted(steps, self._job.step_name)}, which take about "
+                       f"{self._job.config.saving.every_minutes:g} minutes: checkpoint.every_steps of the run")
+        return steps
+
+    def _measured_steps(self, done: int) -> int:
+        """Return how many steps the minutes between two checkpoints are, and write them into the run's config; 0 while
+        too few of ``done`` steps were timed, or the disk is full.
+
+        The first multiple of these steps comes after the answer is read: a run that has the number from its beginning
+        drains after the same steps.
+        """
+        before, timed = self._job.steps_done, self._metrics.update_s[1:]
+        wanted_s = 60 * (self._job.config.saving.every_minutes or 0)
+        if sum(timed) < SETTLED * wanted_s:
+            return 0
+        steps = max(1, round(wanted_s / median(timed[len(timed) // 2:])))
+        while steps * (before // steps + 1) < before + 2 * done + self._job.schedule.steps_begun:
+            steps += 1
+        with suppress(OSError):  # metrics.jsonl has a warning then
+            files.replace_text(self._run.folder / CONFIG, self._job.config.saving_every(steps).resolved_yaml())
+            return steps
+        return 0
 
     def _open_saver(self, root: Path) -> Saver:
         if self._saver is None:
-            self._saver = Saver(root, self._job.config.saving.keep, exchange("checkpoints"), self._metrics.sync)
+            saving = self._job.config.saving
+            self._saver = Saver(root, saving.keep, exchange("checkpoints"), self._metrics.sync)
+            if saving.keep_best:
+                self._saver.spare = self._best
         return self._saver
 
     def save(self) -> None:
@@ -116,9 +164,17 @@ class Checkpointing:
         began = perf_counter()
         with watch.activity.during("saving a checkpoint"):
             tensors = self._run.pipe.local_state()
-            self._open_saver(self.root).save(self._about(), tensors, began)
+            (saver := self._open_saver(self.root)).wait()
+            self.report()  # before another one fails
+            saver.save(self._about(), tensors, began)
         self._saved = steps
         self.report()
+
+    def _best(self, found: Iterable[Path]) -> Path | None:
+        """Return the checkpoint with the lowest evaluation loss, of equal ones the first; None where none has one."""
+        losses = {each.step + 1: each.loss for each in self._metrics.evaluations if isfinite(each.loss)}
+        return min((path for path in found if Checkpoints.step_of(path) in losses), default=None,
+                   key=lambda path: losses[Checkpoints.step_of(path)])
 
     def report(self) -> None:
         """Report the results of earlier saves; called between two steps."""
@@ -138,9 +194,12 @@ class Checkpointing:
 
     def _report(self, wait_for_drains: bool) -> None:
         for saved in [] if self._saver is None else self._saver.results[self._reported:]:
-            drained = self._job.schedule.flush or self._metrics.steps >= saved.step + self._job.cut.count
-            if wait_for_drains and not drained:
+            full = any(map((saved.error or "").count, NO_ROOM))
+            drained = self._job.schedule.flush or full or self._metrics.steps >= saved.step + self._job.cut.count
+            if wait_for_drains and not (drained and self._metrics.steps > saved.step):
                 break
+            if wait_for_drains and full:
+                self._refuse(saved.step, saved.error or "", LastingError)
             facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
                 "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
                 "drain_s": round(self._drain_s(saved.step, saved.pause_s), 4)}
@@ -162,14 +221,19 @@ class Checkpointing:
             RunError: the last checkpoint was given up.
         """
         if self._lost is not None and self._saved == self._metrics.steps:
-            assert self.root is not None, "a save was tried there"
-            newest = Checkpoints(self.root).newest()
-            rest = "there is no checkpoint to resume from" if newest is None else (
-                f"then go on from step {Checkpoints.step_of(newest)} with: vpipe train --resume "
-                f"{quote(str(self._run.folder))}")
-            raise RunError(f"the last checkpoint, of step {self._saved}, could not be saved: {self._lost}",
-                           hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
-                           f"not finite; {rest}")
+            self._refuse(self._saved, self._lost, RunError)
+
+    def _refuse(self, step: int, error: str, kind: type[RunError]) -> NoReturn:
+        """End the run, since a save was given up."""
+        assert self.root is not None, "it was tried there"
+        newest = Checkpoints(self.root).newest()
+        hint = (f"make room on the disk of '{self.root}' (df -h shows what is free), or lower checkpoint.keep, or set "
+                "checkpoint.directory to a folder on another disk" if any(map(error.count, NO_ROOM)) else
+                "set checkpoint.directory, or lower the learning rate where weights are not finite")
+        rest = "there is no checkpoint to resume from" if newest is None else (
+            f"then go on from step {Checkpoints.step_of(newest)} with: vpipe train --resume "
+            f"{quote(str(self._run.folder))}")
+        raise kind(f"the checkpoint of step {step} could not be saved: {error}", hint=f"{hint}; {rest}")
 
     def summary(self) -> list[str]:
         """Return the number, size, place and cost of the saves, in lines."""
@@ -177,9 +241,11 @@ class Checkpointing:
         if not complete:
             return []
         assert self.root is not None, "the saves are there"
-        kept = len(Checkpoints(self.root).all())
+        there = Checkpoints(self.root).all()
+        kept, best = len(there), self._best(there)
         lines = [f"{counted(len(complete), 'checkpoint')} of {complete[-1].bytes / 1e6:,.1f} MB"
                  + (f", {kept} kept" if kept < len(complete) else "")
+                 + (f", the best of step {Checkpoints.step_of(best)}" if best is not None and best != there[-1] else "")
                  + f", the last of step {complete[-1].step} in "
                  f"{self.root if self._run.folder.is_absolute() else os.path.relpath(self.root)}",
                  f"for each training paused {1e3 * median(s.pause_s for s in complete):.0f} ms, and it was complete "
@@ -222,21 +288,6 @@ class Checkpointing:
         elif isinstance(error, Exception) and getattr(error, "peer", None) is None:
             with watch.activity.during("waiting for the last checkpoint"):
                 self._saver.close(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
-
-
-def _make_writable(root: Path) -> None:
-    """Make the folder of the checkpoints of a run on one host.
-
-    Raises:
-        UserError: it cannot be made, or not be written.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root, buffering=0) as probe:
-            probe.write(b"0")  # a full disk shows here
-    except OSError as error:
-        raise UserError(f"checkpoints cannot be written to '{root}': {error.strerror or error}",
-                        hint="set checkpoint.directory to a folder that can be written") from None
 
 
 def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from vpipe import Cut, Execution, Model, Plan, Update, accelerator
+from vpipe import Cut, Execution, Model, Plan, Update, accelerator, files
 from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
 from vpipe.app.config.origin import MODEL_CONFIG, ORIGIN, SCHEDULE, TOKENIZER, read_origin
@@ -27,6 +28,7 @@ from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOut
 from vpipe.app.data.registry import dataset_named
 from vpipe.app.data.tokenizers import load_tokenizer
 from vpipe.app.families.experts import BALANCE
+from vpipe.app.families.lora import is_adapter
 from vpipe.app.families.registry import family_named
 from vpipe.app.families.tensor_parallel import TensorMesh, parallel, problems
 from vpipe.app.train.epochs import Epochs, epoch_seed
@@ -34,8 +36,9 @@ from vpipe.app.train.event_writers import check_installed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
 from vpipe.app.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
 from vpipe.app.train.profile_cache import cached, to_stderr
-from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder, replace_text
+from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.app.visualize.advice import Advice
+from vpipe.checkpoint import Checkpoints
 from vpipe.description import Description
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import UserError
@@ -43,6 +46,7 @@ from vpipe.plan import Profile
 from vpipe.plugins import PluginGroup
 from vpipe.runtime import check_slices, prepare_schedule
 from vpipe.schedules import CsvFile, Schedule
+from vpipe.units import size_text
 
 OBSERVERS = PluginGroup("vpipe.observers", "observer")
 """The group of entry points, see :mod:`vpipe.app.train.observers`."""
@@ -190,8 +194,8 @@ class Job:
             for name, source in sources.items():
                 if source is not None:
                     words = source.suffix == ".txt"  # which others read as a tokenizer.json
-                    replace_text(folder / name, load_tokenizer(source).to_str() if words else source.read_bytes())
-            replace_text(folder / ORIGIN, json.dumps(origin, indent=2) + "\n")
+                    files.replace_text(folder / name, load_tokenizer(source).to_str() if words else source.read_bytes())
+            files.replace_text(folder / ORIGIN, json.dumps(origin, indent=2) + "\n")
         except OSError as error:
             raise UserError(f"cannot copy into the run's folder '{folder}': {error}",
                             hint="make it writable, or make room") from None
@@ -491,12 +495,37 @@ def new_run(job: Job) -> Path:
     """Make and lock the folder of a new run; write its config, its plan and what else it needs into it.
 
     Raises:
-        UserError: see :func:`~vpipe.app.train.run_folder.make_run_folder`.
+        UserError: see :func:`~vpipe.app.train.run_folder.make_run_folder` and :func:`check_room`.
     """
     config, saving = job.config, job.config.saving
+    check_room(job, saving.directory or config.log_directory)
     folder = make_run_folder(config.log_directory, config.resolved_yaml(),
                              saving.directory if saving.makes_any else None)
     lock_run(folder)
     job.keep_files(folder)
     job.keep_plan(folder)
     return folder
+
+
+def check_room(job: Job, folder: Path) -> None:
+    """Refuse a run without room for a checkpoint on the disk of a folder; warn of one without room for all at once.
+
+    A checkpoint has the weights, and in fp32 what the optimizer and others keep beside those that are trained.
+    """
+    saving, training, where = job.config.saving, job.config.training, folder
+    if not saving.makes_any:
+        return
+    while not os.path.exists(where):  # or hidden from this user
+        where = where.parent
+    beside = 1 + (training.optimizer != "sgd") + (training.average is not None) + (training.extrapolation is not None)
+    matrices = job.optimizer.matrices or ()  # of which muon keeps one tensor
+    size = sum(tensor.nbytes + 4 * tensor.numel() * (beside - (name in matrices))
+               * (job.config.model.lora is None or is_adapter(name)) for name, tensor in job.model.outline().items())
+    several, free = saving.every_steps or saving.every_minutes, shutil.disk_usage(where).free
+    most = max(1, (saving.keep or 1) + 1 - len(Checkpoints(folder).all())) if several else 1
+    lack = f"of {size_text(size)}, but the disk of '{folder}' has {size_text(free)} free"
+    if free < size:
+        raise UserError(f"the run writes checkpoints {lack}",
+                        hint="make room, or set checkpoint.directory to a folder on another disk")
+    if free < most * size:
+        to_stderr(f"warning: the run may hold {most} checkpoints {lack}: make room, or lower checkpoint.keep")

@@ -18,13 +18,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from vpipe import Pipeline
+from vpipe import Pipeline, files
 from vpipe.app.config.config import config_row
 from vpipe.app.data.epoch import prefetched
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow
-from vpipe.app.run_log import METRICS, PastMetrics
+from vpipe.app.run_log import METRICS, Evaluation, PastMetrics, evaluations_since_best
 from vpipe.app.signals import Stopped, graceful_stop
 from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.event_writers import event_writers
@@ -33,7 +33,7 @@ from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.resume import ResumePoint
-from vpipe.app.train.run_folder import FACTS, SUMMARY, replace_text, running
+from vpipe.app.train.run_folder import FACTS, SUMMARY, running
 from vpipe.app.train.summary import RunFigures, delay_line, delay_warning, evaluation_text, size_lines, summary
 from vpipe.app.train.torch_profiler import TorchProfiler
 from vpipe.app.train.trace_writer import TraceWriter
@@ -101,15 +101,16 @@ def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped |
         elif first and job.config.model.lora is not None:
             print("warning: the weights beside the adapters are random, and stay so; begin with those of a checkpoint: "
                   "vpipe checkpoint import, then vpipe train --resume", file=sys.stderr, flush=True)
-        return _TrainingRun(job, pipe, devices.hosts, folder).train()
+        return _TrainingRun(job, pipe, folder).train()
 
 
 class _TrainingRun:
     """The training of a run on this rank, from its first step to its end."""
 
-    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path) -> None:
-        self._job, self._pipe, self._hosts, self._folder = job, pipe, hosts, folder
+    def __init__(self, job: Job, pipe: Pipeline, folder: Path) -> None:
+        self._job, self._pipe, self._folder = job, pipe, folder
         self._observers: list[Observer] = []
+        self._ended_by: Mapping[str, float] = {}  # for the summary
         self._policy = job.lr_policy()
         sliced = job.schedule.assignment.slices > 1  # whose losses count by their labels, too
         counted = job.model.labels if sliced else job.update.counted_labels(job.model.labels)
@@ -128,8 +129,9 @@ class _TrainingRun:
         if job.steps_done:
             if show:
                 past = PastMetrics.read(self._folder, job.steps_done)
-            past.time_s, last = exchange().from_rank([past.time_s, past.evaluations[-1:]])
-            self._evaluated = last[0][0] + 1 if last else 0
+            past.time_s, evaluations = exchange().from_rank([past.time_s, past.evaluations])
+            past.evaluations = [Evaluation(*each) for each in evaluations]
+            self._evaluated = evaluations[-1][0] + 1 if evaluations else 0
         size = StepSize(*job.step_size, Efficiency.from_job(job, show),
                         job.learns_next_tokens,
                         job.epochs.steps(job.samples_done, job.schedule.assignment.step_microbatches))
@@ -174,7 +176,7 @@ class _TrainingRun:
             observer: Observer | None = kind.of_run(run)
             if observer is not None:
                 self._observers.append(enter(observer))
-        self._saving = enter(Checkpointing(run, self._hosts))
+        self._saving = enter(Checkpointing(run))
         enter(graceful_stop())
         watch.note_to(self._progress.show)
         file = CsvFile.read(config.parallel.schedule) if CsvFile.is_path(config.parallel.schedule) else None
@@ -188,7 +190,7 @@ class _TrainingRun:
         self._divergence = DivergenceCheck(run, self._saving)
         if pipe.rank == 0:
             try:  # what readers of the other files cannot know from them
-                replace_text(self._folder / FACTS, json.dumps({
+                files.replace_text(self._folder / FACTS, json.dumps({
                     "updates": job.updates, "max_minutes": config.training.max_minutes, "ranks": job.homes,
                     "partition": job.cut.partition, "planned_s": _planned_work(job)}))
             except OSError as error:
@@ -202,8 +204,8 @@ class _TrainingRun:
         print(text, flush=True)
         if figures is None:
             return
-        self._metrics.summary({**figures.as_json(), **{key: value for part in parts for key, value in
-                                                       part.figures.items()}})
+        self._metrics.summary({**figures.as_json(), **self._ended_by,
+                               **{key: value for part in parts for key, value in part.figures.items()}})
         try:
             (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]),
                                                   encoding="utf-8")
@@ -236,8 +238,11 @@ class _TrainingRun:
             self._record(step)
             if step.stop or any(observer.ends_run for observer in self._observers):
                 break
+            self._cadence.save = self._saving.agreed_steps() or self._cadence.save
             if self._cadence(step.index) == step.index + 1:
                 self._pause(step.index)
+                if self._is_patience_over():
+                    break
             self._before_step()
         self._record(*pipe.drain())
         for observer in self._observers:
@@ -246,15 +251,16 @@ class _TrainingRun:
         if not complete:
             last = self._pipe.placement[-1][0] * job.config.parallel.tensor  # in the first lane, which decides
             signal = exchange().from_rank(signal, last)
-            if signal is None and perf_counter() > deadline:
+            if signal is None and minutes is not None and perf_counter() > deadline:
                 of = f" of {job.updates}" if job.updates is not None else ""
                 self._progress.note(f"training.max_minutes, {minutes:g}, is over: {job.step_name} {metrics.steps}{of} "
                                     "was the last")
+                self._ended_by = {"ended_by_minutes": minutes}
         if signal is None or complete:
             if self._evaluated != metrics.steps:
                 self._evaluate()
             signal = None
-        if job.config.saving.at_end or self._cadence.saves(metrics.steps - 1, metrics.steps):
+        if job.config.saving.at_end or self._saves(metrics.steps - 1):
             self._saving.save()
         return signal
 
@@ -265,7 +271,7 @@ class _TrainingRun:
         if missing := self._metrics.past.missing:
             self._progress.note(f"warning: {METRICS} lacks lines of steps that are done: " + ", ".join(
                 str(first) if first == last else f"{first} to {last}" for first, last in missing))
-        if self._cadence.evaluates(done - 1, done) and self._evaluated != done:
+        if Cadence.is_due(self._cadence.evaluate, done - 1, done) and self._evaluated != done:
             self._evaluate()
 
     def _record(self, *steps: Step) -> None:
@@ -297,10 +303,26 @@ class _TrainingRun:
         self._record(*self._pipe.drain())
         steps = self._metrics.steps
         if steps != self._job.updates:
-            if self._cadence.evaluates(before, steps):
+            if Cadence.is_due(self._cadence.evaluate, before, steps):
                 self._evaluate()
-            if self._cadence.saves(before, steps):
+            if self._saves(before):
                 self._saving.save()
+
+    def _saves(self, before: int) -> bool:
+        """Return whether a checkpoint is due after the last step, if ``before`` steps were done at the last pause."""
+        steps, saving = self._metrics.steps, self._job.config.saving
+        return Cadence.is_due(self._cadence.save, before, steps) or (
+            saving.keep_best and bool(self._cadence.save or saving.every_minutes) and self._evaluated == steps
+            and evaluations_since_best(self._metrics.evaluations) == 0)
+
+    def _is_patience_over(self) -> bool:
+        patience, evaluations = self._job.config.training.patience, self._metrics.evaluations
+        if patience is None or not evaluations or (since := evaluations_since_best(evaluations)) < patience:
+            return False
+        best = evaluations[-1 - since]
+        self._progress.note(f"training.patience, {patience}, is over: no evaluation loss was below {best.loss:.3f}, of "
+                            f"{self._job.step_name} {best.step + 1}, in {counted(since, 'evaluation')}")
+        return True
 
     def _evaluate(self) -> None:
         with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:

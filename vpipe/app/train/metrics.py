@@ -72,7 +72,7 @@ class Metrics:
         size: of a step.
         update_s, samples, tokens, losses: of the updates of this attempt.
         skipped: number of those that were skipped.
-        evaluations: of this attempt.
+        evaluations: of all attempts.
     """
 
     def __init__(self, path: Path | None, size: StepSize, past: PastMetrics | None = None, first: int = 0,
@@ -92,7 +92,7 @@ class Metrics:
         self.tokens: list[int] = []
         self.losses: list[float] = []
         self.skipped = 0
-        self.evaluations: list[Evaluation] = []
+        self.evaluations = [*self.past.evaluations]
 
     @property
     def steps(self) -> int:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from vpipe import Plan
+from vpipe import Plan, files
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO, ParallelSection
 from vpipe.app.errors import PlanningError
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, microbatch_of, model_name
 from vpipe.app.train.profile_cache import cached, store
-from vpipe.app.train.run_folder import CONFIG, PROFILE, replace_text
+from vpipe.app.train.run_folder import CONFIG, PROFILE
 from vpipe.distributed import exchange, join_world
 from vpipe.errors import Problem, UserError
 from vpipe.plan import PlanRequest, Profile, solve
@@ -61,7 +61,7 @@ def plan_job(job: Job, folder: Path) -> Job:
         return job.with_plan(Plan.of_json(outcome["plan"]), proved=True)
     planned.keep_plan(folder)
     profile.save(folder / PROFILE)
-    replace_text(folder / CONFIG, planned.config.resolved_yaml())
+    files.replace_text(folder / CONFIG, planned.config.resolved_yaml())
     return planned
 
 

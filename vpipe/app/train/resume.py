@@ -30,7 +30,7 @@ from vpipe.app.config.yaml_tree import describe, parse
 from vpipe.app.data.dataset import Tokenized
 from vpipe.app.data.registry import keys_read
 from vpipe.app.families.lora import is_adapter
-from vpipe.app.run_log import PastMetrics, RunLog
+from vpipe.app.run_log import PastMetrics, RunLog, evaluations_since_best
 from vpipe.app.train.run_folder import (
     CONFIG,
     EARLIER,
@@ -156,6 +156,10 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
         plan = None if start.folder is None else start.folder / PLAN
         if plan is not None and plan.exists() and _still_holds(plan, path, config, settings):
             config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], started=started)
+        if start.folder is not None and config.saving.every_steps is None:
+            before = run_config(start.folder).saving
+            if before.every_steps is not None and before.every_minutes == config.saving.every_minutes:
+                config = config.saving_every(before.every_steps)  # as the run has measured them
     elif start.folder is not None:
         config = load_config(start.folder / CONFIG, settings, resolved=True, started=started)
     else:
@@ -307,7 +311,7 @@ def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
 
 
 def nothing_left(start: ResumePoint, job: Job) -> str | None:
-    """Return a message for a run that has made all its steps and its last evaluation; None for another.
+    """Return a message for a run that has reached one of its limits and made its last evaluation; None for another.
 
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job.
@@ -315,19 +319,24 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     manifest = start.manifest
     if start.folder is None or manifest is None:
         return None
-    steps = manifest.step
-    if replace(job, steps_done=steps, samples_done=manifest.samples).updates != steps:
+    steps, training, past = manifest.step, job.config.training, PastMetrics.read(start.folder, manifest.step)
+    if not past.evaluations or past.evaluations[-1].step != steps - 1:
+        return None  # or a signal ended it just there
+    why, done = f"{counted(steps, job.step_name)} are done", dict[str, float]()
+    if replace(job, steps_done=steps, samples_done=manifest.samples).updates == steps:
+        done = {"max_steps": steps, "epochs": job.epochs.locate(manifest.samples).epoch}
+    elif training.max_minutes is not None and training.max_minutes <= max(past.time_s / 60, past.minutes):
+        why, done = f"training.max_minutes, {training.max_minutes:g}, is over", {"max_minutes": past.minutes}
+    elif training.patience is not None and training.patience <= (since := evaluations_since_best(past.evaluations)):
+        why, done = f"{why}, and training.patience, {training.patience}, is over", {"patience": since}
+    if not done:
         return None
-    evaluations = PastMetrics.read(start.folder, steps).evaluations
-    if not evaluations or evaluations[-1][0] != steps - 1:
-        return None  # a signal ended it just there
     lock_run(start.folder)
     check_fits_job(start, manifest, job)
-    done = {"max_steps": steps, "epochs": job.epochs.locate(manifest.samples).epoch}
     longer = [f"training.{key}={2 * max(limit, had)}" for key, had in done.items()
-              if (limit := getattr(job.config.training, key)) is not None]
-    return (f"nothing is left to do: {counted(steps, job.step_name)} are done; to continue, give a larger limit: vpipe "
-            f"train --resume {start.folder} --set {' --set '.join(longer)}")
+              if (limit := getattr(training, key)) is not None]
+    return (f"nothing is left to do: {why}; to continue, give a larger limit: vpipe train --resume {start.folder} "
+            f"--set {' --set '.join(longer)}")
 
 
 def prepare_run(start: ResumePoint, job: Job) -> Path:
@@ -339,7 +348,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
     """
-    from vpipe.app.train.job import new_run  # which needs torch
+    from vpipe.app.train.job import check_room, new_run  # which needs torch
 
     manifest, steps = start.manifest, 0
     if manifest is not None:
@@ -358,6 +367,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
         return folder
     lock_run(folder)
     roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
+    check_room(job, roots[0])
     attempt, last = next_attempt([folder, *roots]), RunLog(folder).last_step()
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
     moved = [name for root in roots for name in _move_later(root, steps, attempt)]

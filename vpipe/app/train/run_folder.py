@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from vpipe import files
 from vpipe.app.config.origin import KEPT, ORIGIN
 from vpipe.app.run_log import METRICS, RunLog
 from vpipe.errors import UserError, counted
@@ -131,21 +132,11 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
                      folder / "trace"]:
             if path.exists():
                 path.rename(earlier / path.name)
-        replace_text(folder / METRICS, "".join(f"{line}\n" for line in lines))
-        replace_text(folder / CONFIG, config)
+        files.replace_text(folder / METRICS, "".join(f"{line}\n" for line in lines))
+        files.replace_text(folder / CONFIG, config)
     except OSError as error:
         raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
                         hint="make it writable, or make room") from None
-
-
-def replace_text(path: Path, text: str | bytes) -> None:
-    """Replace a file at once or not at all."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("wb") as file:
-        file.write(text if isinstance(text, bytes) else text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 @contextmanager
@@ -244,12 +235,14 @@ def why_unsaved(config: Config, folder: Path) -> str:
     Args:
         config: of the run in ``folder``.
     """
-    every, last = config.saving.every_steps, RunLog(folder).last_step()
+    saving, last = config.saving, RunLog(folder).last_step()
+    every, minutes = saving.every_steps, saving.every_minutes
     done = 0 if last is None else last + 1
     if not done:
         return "it made no step"
     if every is None:
-        return "checkpoint.every_steps is not set"
+        return "checkpoint.every_minutes is null" if minutes is None else (
+            f"its first is due after {minutes:g} minutes, and it made {counted(done, 'step')}")
     if done < every:
         return f"its first is due after step {every}, and it made {counted(done, 'step')}"
     return f"no save came to its end, see {log_path(folder, 0)}"

@@ -126,7 +126,7 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
                      + (f", perplexity {compact(first)} -> {compact(last)} "
                         if job.learns_next_tokens and first is not None and last is not None else " ")
                      + (f"(mean of the first {few}, mean of the last {few})" if few > 1 else "(the first, the last)"))
-    evaluations = [*metrics.past.evaluations, *metrics.evaluations]
+    evaluations = metrics.evaluations
     lines += [evaluation_text(job, found.step + 1, found.loss, found.averaged) for found in evaluations]
     if evaluations and (text := job.held_out_text) is not None:  # beside a model that sees no context
         less = text.unigram_entropy - evaluations[-1].loss
@@ -313,7 +313,7 @@ class RunFigures:
         ranks = [StageUsage.of_rank(own) for own in stages_of.values()]
         losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
         few = averaged_losses(len(losses))
-        evaluated = [found.loss for found in (*metrics.past.evaluations, *metrics.evaluations)][-1:]
+        evaluated = [found.loss for found in metrics.evaluations][-1:]
         return cls(
             ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=size.samples,
             skipped=metrics.skipped, time_s=metrics.time_s - metrics.past.time_s, counted_steps=len(counted),

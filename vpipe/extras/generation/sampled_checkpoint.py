@@ -86,7 +86,7 @@ class SampledCheckpoint:
         self.manifest.check_compatible(model, "its code has changed since: take the one that it was trained with")
         try:
             with byte_progress(f"reading {self.folder.name}") as progress:
-                weights = Checkpoint(self.folder, self.manifest).weights(progress=progress, checked=True)
+                weights = Checkpoint(self.folder, self.manifest).weights(progress=progress)
         except UserError:
             if self.folder.exists():
                 raise

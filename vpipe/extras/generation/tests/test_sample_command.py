@@ -87,6 +87,18 @@ def test_mistakes_are_refused(gpt: Path, sample: Sample, words: list[str], said:
     assert err.replace(str(gpt), "RUN").startswith(said)
 
 
+def test_a_checkpoint_of_which_four_bytes_were_changed_is_refused(gpt: Path, sample: Sample, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(gpt, tmp_path / "run"))
+    [shard] = (copy / "checkpoints" / "step-120").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-400:-396] = bytes(byte ^ 1 for byte in content[-400:-396])
+    shard.write_bytes(content)
+    status, out, err = sample(copy, "--prompt", "the")
+    assert (status, out) == (2, "")
+    assert "is damaged: rank0.safetensors was changed: its SHA-256 is " in err
+    assert sample(copy, "--prompt", "the", "--step", 60)[0] == 0
+
+
 def test_several_prompts_give_the_texts_of_each_alone(gpt: Path, sample: Sample, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, words = ["the cat", "sat on", "the dog sat on the"], ("--tokens", 12, "--seed", 5, "--top-p", 0.9)
