@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from math import exp
 from statistics import quantiles
 
-from vpipe import Plan
+from vpipe import Cut, Order, Plan
+from vpipe.errors import UserError
+from vpipe.schedules import RegisteredSchedule, Schedule
 
-__all__ = ["RECENT", "WARM_UP", "Utilization", "averaged_losses", "bubble", "counted_updates", "p95", "perplexity",
-           "share_text"]
+__all__ = ["RECENT", "WARM_UP", "Utilization", "averaged_losses", "bubble", "counted_updates", "enough_microbatches",
+           "p95", "perplexity", "share_text"]
 
 bubble = Plan.bubble_of
 
@@ -73,3 +75,33 @@ class Utilization:
 def share_text(share: float | None) -> str:
     """Return ``27.0 %``; a utilization above 100 %, which cannot be, is marked."""
     return "-" if share is None else f"{100 * share:.1f} %" + " (!)" * (share > 1)
+
+
+ENOUGH, MOST_SIMULATED = 0.15, 10_000
+"""Share of an update below which a bubble is small; forwards and backwards that are simulated only to know it."""
+
+
+def enough_microbatches(order: Order, cut: Cut, samples: int) -> int:
+    """Return the fewest microbatches of a batch with which a schedule with a flush has a bubble below 15 %.
+
+    As many as it can have where none are enough. A backward takes as long as two forwards, a transfer no time; 1F1B's
+    bubble stands for one that would take long to simulate, and for that of an order that is searched.
+    """
+    from vpipe.schedules import Costs, build, simulate  # here, for most configs need no simulator
+
+    registered, slices, enough = RegisteredSchedule.named(order.schedule), order.slices or 1, 1
+    chunks, width, waiting = order.chunks or registered.chunks, cut.replicas, cut.count - 1
+    placement = cut.placement or tuple(tuple(rank * width + copy for rank in ranks for copy in range(width))
+                                       for ranks in registered.placement(cut.count // chunks, chunks))
+    costs = Costs.of_ranks(placement, slices=slices)
+    for count in [count for count in range(1, min(samples, Schedule.MOST_MICROBATCHES) + 1) if samples % count == 0]:
+        share = waiting / (waiting + count * slices / width)
+        if registered.search is None and 2 * len(placement) * count * slices <= MOST_SIMULATED:
+            try:
+                share = float(simulate(build(registered.name, placement, count, slices=slices), costs).bubble_share)
+            except UserError:  # it cannot have so many
+                continue
+        enough = count
+        if share < ENOUGH:
+            break
+    return enough

@@ -57,7 +57,7 @@ def test_its_model_is_planned_and_trains(here: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("words", "expected"), [
     ([], {"model.name": "gpt", "model.hidden_size": 256, "dataset.name": "code_search_net", "dataset.path": None,
-          "training.max_minutes": 10, "training.num_microbatches": 16, "parallel.schedule": "1f1b"}),
+          "training.max_minutes": 10, "training.num_microbatches": 32, "parallel.schedule": "1f1b"}),
     (["--family", "bert", "--size", "base", "--data", "books", "--schedule", "asynchronous", "--steps", "70"],
      {"model.preset": "base", "dataset.name": "text", "training.max_steps": 70, "training.lr_policy": "cosine",
       "parallel.schedule": "pipedream", "training.optimizer": "muon", "training.delay_correction": "extrapolate",

@@ -239,7 +239,9 @@ def test_updates_of_an_asynchronous_schedule(at: Path) -> None:
 
 
 @pytest.mark.parametrize(("batch", "parallel", "expected"), [
-    (16, "schedule=1f1b", (1, None)), (16, "schedule=auto", (1, None)),  # with a flush as ever
+    (16, "schedule=1f1b", (16, None)), (96, "schedule=1f1b", (24, None)), (16, "schedule=auto", (16, None)),
+    (16, "schedule=zb_v", (2, None)), (16, "model_parallel_size=1", (1, None)), (12, "schedule=interleaved", (4, None)),
+    (128, "data_parallel_size=2 schedule=gpipe", (64, None)), (64, "schedule=gpipe slices=4", (8, None)),
     (16, "schedule=pipedream", (4, 4)), (14, "schedule=pipedream", (7, 7)), (3, "schedule=pipedream", (3, 3)),
     (16, "schedule=2bw", (4, 4)), (1, "schedule=pipedream", (1, 1)),
     (16, "schedule=pipedream update_every=1", (4, 1)), (16, "schedule=pipedream update_every=8", (8, 8)),

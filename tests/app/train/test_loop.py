@@ -157,10 +157,11 @@ def test_lines_of_the_screen_and_of_the_log(tmp_path: Path, capsys: pytest.Captu
     assert "0:00 left" in shown[1]
     messages = [record.message for record in caplog.records]
     assert (messages[0], messages[2:5]) == ("rank 0 computes on cpu", shown)
-    parameters, epoch, device, end, *_ = out.splitlines()
+    parameters, epoch, device, update, end, *_ = out.splitlines()
     assert parameters.endswith(" parameters, vocabulary of 32")
     assert epoch == "an epoch: 64 samples, 1,024 tokens, 8 updates"
     assert device == "computing on cpu (no GPU is visible)"
+    assert update == "an update: 8 samples in 4 microbatches"
     assert end.startswith("4 updates in ")
     assert "evaluation loss after 4 updates" in out
 

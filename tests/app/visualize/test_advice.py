@@ -20,11 +20,11 @@ def few_microbatches(schedule: Schedule, batch: int | None = None) -> str | None
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "batch", "said"), [
-    ("gpipe", 4, 1, 64, "1 microbatch for 4 stages leaves ranks without work; raise m, at best to 16"),
+    ("gpipe", 4, 1, 64, "1 microbatch for 4 stages leaves ranks without work; raise m, at best to 32"),
     ("1f1b", 4, 3, 6, "3 microbatches for 4 stages leave ranks without work; raise m, at best to 6"),
     ("1f1b", 4, 1, 1, "1 microbatch for 4 stages leaves ranks without work; raise dataset.batch_size, which is 1, "
                       "and m"),
-    ("zb_v", 4, 2, None, "2 microbatches for 8 stages leave ranks without work; raise m, at best to 16"),
+    ("zb_v", 4, 2, None, "2 microbatches for 8 stages leave ranks without work; raise m, at best to 6"),
 ])
 def test_fewer_microbatches_than_ranks(name: str, ranks: int, microbatches: int, batch: int | None, said: str) -> None:
     assert few_microbatches(made(name, ranks, microbatches), batch) == said
@@ -33,7 +33,7 @@ def test_fewer_microbatches_than_ranks(name: str, ranks: int, microbatches: int,
 def test_replicas_share_the_microbatches() -> None:
     placement = ((0, 1), (2, 3))
     assert few_microbatches(made("1f1b", 2, 2, placement)) == (
-        "2 microbatches for 2 stages with 2 replicas leave ranks without work; raise m, at best to 16")
+        "2 microbatches for 2 stages with 2 replicas leave ranks without work; raise m, at best to 12")
     assert few_microbatches(made("1f1b", 2, 4, placement)) is None
 
 
@@ -45,7 +45,7 @@ def test_nothing_is_said_of_others(name: str, ranks: int, microbatches: int) -> 
 
 def test_few_slices_are_advised_against_as_few_microbatches_are() -> None:
     few, enough = (Advice(build("seq1f1b", 4, 1, slices=slices), 1).few_microbatches for slices in (2, 4))
-    assert few == ("1 microbatch in 2 slices for 4 stages leaves ranks without work; raise microbatches, at best to 8")
+    assert few == ("1 microbatch in 2 slices for 4 stages leaves ranks without work; raise microbatches, at best to 12")
     assert enough is None
 
 

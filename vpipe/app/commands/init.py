@@ -184,8 +184,7 @@ def _sections(name: str, size: str, dataset: str, data: Path | None, batch_size:
         training |= {"learning_rate": 0.006 if size in ("tiny", "mini") else 0.001,
                      "optimizer": "muon", "delay_correction": "extrapolate"}
     else:
-        training |= {"optimizer": "adamw", "num_microbatches": max(
-            count for count in range(1, 4 * stages + 1) if batch_size % count == 0)}
+        training["optimizer"] = "adamw"
     training["weight_decay"] = 0.01
     sizes = {"preset": size} if size in presets else {**SIZES[size], **EXPERTS.get(name, {})}
     return {"model": {"name": name, **sizes, "sequence_length": 128, "vocab_size": -1},

@@ -39,6 +39,7 @@ from vpipe.app.config.validation import (
 )
 from vpipe.app.config.yaml_tree import Tree, describe, parse, read_yaml, write
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS, MOST_EXPERTS
+from vpipe.app.metric_formulas import enough_microbatches
 from vpipe.errors import UserError, counted
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 
@@ -189,8 +190,8 @@ class TrainingSection(Section):
     max_steps: Steps | None = Field(None, description="stop after this many steps")
     max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after this many minutes of training")
     num_microbatches: int | None = Field(None, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
-        "microbatches per batch; must divide dataset.batch_size; null takes 1 with a flush, without one as many as "
-        "stages, times replicas, and then an update takes the whole batch"))
+        "microbatches per batch; must divide dataset.batch_size; null takes, with a flush, the fewest with a bubble "
+        "below 15 %, without one as many as stages, times replicas, and then an update takes the whole batch"))
     optimizer: Literal["sgd", "adam", "adamw", "nadam", "lamb", "muon"] = Field("adamw", description=(
         "optimizer; muon steps the matrices of hidden layers, and AdamW the other parameters at the same "
         "learning rate"))
@@ -376,7 +377,8 @@ class Config(Section):
     def resolved(self) -> Self:
         """Return this config with a number for ``training.num_microbatches: null``.
 
-        Without a flush a batch is then an update, and every replica takes at least as many microbatches of it as it
+        With a flush it takes as many as a bubble of less than 15 % needs, or all samples of a batch of fewer.
+        Without one a batch is then an update, and every replica takes at least as many microbatches of it as it
         starts before its first backward ends; so the mean delay is less than one update. Up to twice as many are taken
         where fewer do not divide the batch. A smaller batch is cut into single samples.
         """
@@ -401,6 +403,9 @@ class Config(Section):
                     _nearest_multiples("batch size", samples, fewest) + "; or give training.num_microbatches"))
             microbatches = fitting[0] if fitting else samples
             every = every or microbatches // lcm(*parallel.widths)
+        else:
+            with suppress(UserError, KeyError):  # what does not fit is said elsewhere
+                microbatches = enough_microbatches(self.order, parallel.standing_in.cut, samples)
         training = self.training.model_copy(update={"num_microbatches": microbatches})
         return self.model_copy(update={"training": training}).with_parallel(update_every=every)
 

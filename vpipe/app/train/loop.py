@@ -34,7 +34,7 @@ from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.resume import ResumePoint
 from vpipe.app.train.run_folder import FACTS, SUMMARY, running
-from vpipe.app.train.summary import RunFigures, delay_line, delay_warning, evaluation_text, size_lines, summary
+from vpipe.app.train.summary import RunFigures, delay_warning, evaluation_text, size_lines, summary, update_line
 from vpipe.app.train.torch_profiler import TorchProfiler
 from vpipe.app.train.trace_writer import TraceWriter
 from vpipe.app.visualize.table import csv_text
@@ -87,7 +87,7 @@ def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped |
 
             with watch.activity.during("planning"):
                 job = plan_job(job, folder)
-        if first and (line := delay_line(job)) is not None:
+        if first and (line := update_line(job)) is not None:
             print(line, flush=True)
         pipe = build_pipeline(job)
         if start.checkpoint is not None and start.manifest is not None:

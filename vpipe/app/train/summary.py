@@ -73,18 +73,18 @@ def size_lines(job: Job) -> str:
                f"{text.bytes / text.tokens:.2f} bytes, unigram entropy {text.unigram_entropy:.2f} nats"))
 
 
-def delay_line(job: Job) -> str | None:
-    """Describe an update without a flush, and the delay of its gradients; None where there is no delay.
+def update_line(job: Job) -> str | None:
+    """Describe an update of several ranks, and the delay of its gradients, if there is one.
 
     What would lower the delay follows where :func:`delay_warning` says nothing.
     """
     said, better = job.advice.delays, job.advice.fewer_updates
-    if said is None:
+    if said is None and not (job.schedule.flush and job.schedule.ranks > 1):
         return None
     microbatches = counted(job.schedule.assignment.step_microbatches, "microbatch")
     size = f"{counted(job.step_size[0], 'sample')} in {microbatches}"
     update = f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: {size}"
-    return f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
+    return update if said is None else f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
 
 
 def delay_warning(job: Job) -> str | None:
@@ -157,6 +157,9 @@ def evaluation_text(job: Job, steps: int, loss: float, averaged: float | None = 
 BALANCED = 0.15
 """Share above the mean of all ranks that a rank may work without being named."""
 
+BETTER = 0.05
+"""Share of the slowest rank's work that another partition must save, or that one is not named."""
+
 LANES_ALIKE = 0.05
 """Share by which a rank may work longer than those of other lanes with the same stage without being named."""
 
@@ -207,7 +210,9 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
 
 
 def _slowest(job: Job, figures: RunFigures) -> Iterator[str]:
-    """Yield which rank works longest, if clearly longer than the mean; a GPU's work is not in the times of a process.
+    """Yield which rank works longest, if clearly longer than the mean and than one of another partition would.
+
+    A GPU's work is not in the times of a process.
     """
     if job.config.parallel.tensor > 1 or not on_processors(job.config):
         return
@@ -216,7 +221,12 @@ def _slowest(job: Job, figures: RunFigures) -> Iterator[str]:
         work_s[rank] += (usage.working_s - usage.communication_s) / figures.usage_steps
     rank = max(work_s, key=work_s.__getitem__)
     mean_s = sum(work_s.values()) / len(work_s)
-    if work_s[rank] > (1 + BALANCED) * mean_s:
+    layers = [work_s[ranks[0]] / size for ranks, size in zip(job.homes, job.cut.partition, strict=True)
+              for _ in range(size)]  # as if those of a stage took equally long
+    sizes = job.model.balanced(job.cut.count, layers)
+    heaviest_s = max(sum(layers[end - size:end]) for size, end in zip(sizes, accumulate(sizes), strict=True))
+    movable = figures.ranks != job.cut.count or heaviest_s < (1 - BETTER) * work_s[rank]
+    if work_s[rank] > (1 + BALANCED) * mean_s and movable:
         planned = job.plan is not None or CsvFile.is_path(job.config.parallel.schedule)
         remedy = "" if planned else "; vpipe plan CONFIG finds a better partition"
         yield from filled(f"({job.describe(rank)} works {milliseconds(work_s[rank])} per {job.step_name}, "

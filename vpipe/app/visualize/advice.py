@@ -7,11 +7,10 @@ from functools import cached_property
 from math import lcm
 from operator import gt
 
+from vpipe import Cut, Order
+from vpipe.app.metric_formulas import enough_microbatches
 from vpipe.errors import counted
-from vpipe.schedules import Schedule, delays
-
-ENOUGH = 4
-"""Proposed microbatches per stage: with 1F1B they leave a bubble of less than a fifth."""
+from vpipe.schedules import RegisteredSchedule, Schedule, delays
 
 LATE = 2.0
 """Mean delay in updates above which a run warns: with a larger one, training loses much."""
@@ -103,11 +102,11 @@ class Advice:
         schedule, batch, key = self.schedule, self.batch, self.keys[0]
         depth = len(set(map(frozenset, schedule.placement)))  # copies on the same ranks need no more microbatches
         width, count = max(map(len, schedule.placement)), schedule.microbatches // schedule.slices
-        if not schedule.flush or schedule.microbatches >= depth * width:
+        if not schedule.flush or schedule.microbatches >= depth * width or not RegisteredSchedule.find(schedule.name):
             return None
-        fitting = [more for more in range(-(-ENOUGH * depth * width // schedule.slices), count, -1)
-                   if batch is None or batch % more == 0]
-        better = f"raise {key}, at best to {fitting[0]}" if fitting else (
+        order = Order(schedule.name, slices=schedule.slices)
+        enough = enough_microbatches(order, Cut(ranks=schedule.placement), batch or 6 * depth * width)
+        better = f"raise {key}, at best to {enough}" if enough > count else (
             f"raise dataset.batch_size, which is {batch}, and {key}")
         stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")
         cut = f" in {schedule.slices} slices" * (schedule.slices > 1)

@@ -45,6 +45,9 @@ class OurGPipe(ConfigAddition):
         if not names:
             return
         old = Tree({}, {(): tree.places["parallel",]})
+        if "scheduler" in names and tree.get(count := ("training", "num_microbatches")) is None \
+                and isinstance(tree.get(("training",)), dict) and "parallel.scheduler" not in given:
+            tree.put(count, Tree.leaf(1, tree.places["parallel", "scheduler"]))  # OurGPipe's own default
         for name in names:
             old.put((name,), tree.at(("parallel", name)))
             tree.drop(("parallel", name))

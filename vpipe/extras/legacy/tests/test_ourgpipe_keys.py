@@ -87,6 +87,9 @@ def test_contradictions_are_refused(at: Path, overrides: list[str], what: str, h
 def test_neutral_values_are_accepted(at: Path) -> None:
     plain = load(at, GOOD)
     assert load(at, GOOD, "parallel.scheduler=null") == plain
+    silent = GOOD.replace(", num_microbatches: 4", "").replace("size: 4}\n", "size: 4, scheduler: naive}\n")
+    assert load(at, silent).training.num_microbatches == 1, "OurGPipe's own default"
+    assert load(at, silent, "parallel.scheduler=null").training.num_microbatches == 16
     for feedback in ("false", "true"):
         assert load(at, GOOD, f"parallel.compress_feedback={feedback}") == plain
 
