@@ -101,6 +101,50 @@ def test_without_a_flush_it_plans_without_one_and_keeps_the_samples_of_an_update
         "--set parallel.plan=plan.json\n")
 
 
+def test_rows_compare_the_same_batch_and_another_one_says_what_it_means(said: Said) -> None:
+    update = ("--set", "parallel.schedule=pipedream", "--set", "training.num_microbatches=4",
+              "--set", "parallel.update_every=4", "--ranks", "4")
+    _, out, _ = said(*update, "-o", "plan.json")
+    plan = Plan.load("plan.json")
+    assert plan.predicted.samples_per_step == 8, "as the config has it, whatever the replicas"
+    [row] = re.findall(r"^(\d+) samples in place of 8 .* faster, another batch$", out, re.MULTILINE)
+    assert (f"{row} samples in place of 8 (--samples {row}): another training. The same data make "
+            in out.replace("\n  ", " "))
+    assert "training.learning_rate" in out
+    _, out, _ = said(*update, "--samples", row, "-o", "larger.json")
+    larger = Plan.load("larger.json")
+    assert larger.predicted.samples_per_step == int(row)
+    assert larger.predicted.seconds_per_sample < plan.predicted.seconds_per_sample
+    assert f"--set dataset.batch_size={row} --set parallel.plan=larger.json" in out
+    assert f"\n{row} samples in place of 8: another training. " in out
+    assert said("--samples", "32", "--set", "parallel.schedule=gpipe")[0] == 0
+
+
+def test_samples_that_cannot_be_an_update_are_refused(said: Said) -> None:
+    assert said("--samples", "0")[2] == "error: --samples is 0\nhint: plan for 1 sample or more\n"
+    assert said("--samples", "3")[2].startswith("error: dataset.batch_size is 3, which the 4 microbatches of ")
+    replicas = ("--set", "parallel.schedule=pipedream", "--set", "parallel.update_every=4",
+                "--set", "parallel.data_parallel_size=2", "--set", "training.num_microbatches=4")
+    assert said("--samples", "3", *replicas)[2] == (
+        "error: --samples is 3, but batches of 8 samples are updates of 16\nhint: give a multiple of 16\n")
+
+
+def test_the_memory_is_that_of_the_process(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.app.commands.profile.profiles_of", lambda job, sizes: {size: replace(
+        one := made_profile(5, size, 2), process_bytes=300 * MIB, identity=replace(
+            one.identity, model=model_digest(job))) for size in sizes})
+    _, out, _ = said("-o", "plan.json")
+    predicted = Plan.load("plan.json").predicted
+    assert predicted.process_bytes == 300 * MIB
+    assert predicted.fullest_rank[1] == 300 * MIB + max(stage.memory.peak for stage in predicted.stages)
+    heads, row = (line.split() for line in out.partition("memory of a rank")[2].splitlines()[1:3])
+    cells = dict(zip(heads, row, strict=False))
+    assert (cells["process"], float(cells["peak"])) == ("300.0", pytest.approx(300 + sum(
+        float(cells[head]) for head in heads[1:heads.index("process")]), abs=0.3))
+    assert said("--memory", "300MiB")[2].partition("most of it")[2].startswith(
+        ", 300 MiB, is Python, torch and the data\nhint: allow ")
+
+
 def test_a_limit_that_binds_recomputes_and_says_what_would_not(said: Said) -> None:
     # The weights, gradients and optimizer of five layers take 80 MiB; what they keep of one sample 50 more.
     _, out, _ = said("--memory", "1GiB")

@@ -285,6 +285,16 @@ def free_bytes(device: torch.device) -> int:
     return total_bytes(device) // 2
 
 
+def taken_bytes(device: torch.device) -> int:
+    """Return the memory that this process takes: resident on a CPU; elsewhere what is not free, of all processes."""
+    if device.type != "cpu":
+        return total_bytes(device) - free_bytes(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return 0
+
+
 def multiplies_in_tf32(device: torch.device) -> bool:
     """Return whether products of fp32 are rounded to tf32: see ``torch.set_float32_matmul_precision``."""
     import torch

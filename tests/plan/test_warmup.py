@@ -87,7 +87,8 @@ def test_depths_that_are_given_stay_and_count() -> None:
 
 def test_the_explanation_has_what_they_gain_and_cost() -> None:
     text = explanation([request(2e-3)], "").text(120)
-    assert "6 4 2 0 forwards before the first backward" in text.splitlines()[1]
+    assert text.splitlines()[1].endswith("per update; before its first backward stage 0 runs 6 forwards, stage 1 4, "
+                                         "stage 2 2, stage 3 none")
     assert [line.split()[-1] for line in text.splitlines()[5:10]] == ["late", "6", "4", "2", "0"]
     [row] = [line for line in text.splitlines() if line.startswith("warm-up 3 2 1 0, as 1F1B")]
     assert " 16 % slower" in row

@@ -27,7 +27,8 @@ from vpipe.model.structure import code_digest, structure
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 
-MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
+MADE = replace(made_profile(3, cores=2), process_bytes=1,
+               links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
                layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number,
                                     frozen_tied={1: 4} if number == 2 else {})
                             for number, layer in enumerate(made_profile(3).layers)))
@@ -99,9 +100,15 @@ def test_the_cache_gives_back_what_it_was_given(tmp_path: Path) -> None:
     assert cached(MADE.identity.kept_as, tmp_path, said.append) is None
     replace(MADE, identity=replace(MADE.identity, device="H100")).save(path)
     assert cached(MADE.identity.kept_as, tmp_path, said.append) is None
+    old = MADE.as_json()
+    del old["process_bytes"]
+    path.write_text(json.dumps(old))
+    assert Profile.load(path) == replace(MADE, process_bytes=0)
+    assert cached(MADE.identity.kept_as, tmp_path, said.append) is None
     assert [line.partition(" (")[0] for line in said] == [
         "measured again: the profile is not JSON: Expecting ',' delimiter",
-        "measured again: the file holds the profile of something else"]
+        "measured again: the file holds the profile of something else",
+        "measured again: an older version wrote it"]
     assert cached("../../etc", tmp_path) is None
 
 

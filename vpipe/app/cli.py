@@ -164,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks", type=int, metavar="N", help="plan for N ranks (default: the config's)")
     plan.add_argument("--stages", type=int, metavar="N", help="keep N stages (default: as many as are fastest, with "
                       "replicas on the other ranks)")
+    plan.add_argument("--samples", type=int, metavar="N", help="samples per update (default: the config's)")
     plan.add_argument("--solver", choices=("exact", "vpipe"), default="exact", help="exact (default), or the heuristic "
                       "of the VPipe paper")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to this file, such as "

@@ -52,6 +52,7 @@ class Prediction:
     samples_per_step: int  # in it
     bubble: float  # see Plan.bubble_of
     stages: tuple[StagePrediction, ...]  # in order
+    process_bytes: int = 0  # that a rank takes besides, see Profile; 0: unknown
 
     @property
     def seconds_per_sample(self) -> float:
@@ -73,12 +74,13 @@ class Prediction:
 
     @property
     def fullest_rank(self) -> tuple[int, int]:
-        """The rank that holds most, and its bytes."""
+        """The rank that holds most, and the bytes of its process."""
         memory: dict[int, list[StageMemory]] = {}
         for stage in self.stages:
             for rank in stage.ranks:
                 memory.setdefault(rank, []).append(stage.memory)
-        return max(((rank, combined_memory(stages).peak) for rank, stages in memory.items()), key=lambda item: item[1])
+        return max(((rank, self.process_bytes + combined_memory(stages).peak) for rank, stages in memory.items()),
+                   key=lambda item: item[1])
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values."""

@@ -109,7 +109,7 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
             float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
     return Prediction(step_s, schedule.assignment.step_microbatches * profile.identity.microbatch_size,
-                      Plan.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages))
+                      Plan.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages), profile.process_bytes)
 
 
 def _sending_s(timeline: Timeline) -> list[float]:

@@ -186,6 +186,7 @@ class Profile:
     extrapolates: bool = False  # training.delay_correction extrapolates the steps of stages with several versions
     zero1: bool = False  # parallel.zero1: each replica of a stage steps a part of its parameters
     averages: bool = False  # training.average: an average follows the weights that a replica steps
+    process_bytes: int = 0  # that Python, torch and the data take in a rank, before any layer is built; 0: unknown
 
     @cached_property
     def frozen_layers(self) -> int:
@@ -402,4 +403,5 @@ def _profile(content: Mapping[str, Any]) -> Profile:
 def _check_complete(kind: type[Any], content: Mapping[str, Any]) -> None:
     """Raise a KeyError for a field that is missing, also for one with a default."""
     for each in fields(kind):
-        content[each.name]
+        if each.name != "process_bytes":  # which older versions did not measure
+            content[each.name]

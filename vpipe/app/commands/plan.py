@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from vpipe.app.launch.rank_env import check_alone, ranks_of
 from vpipe.app.progress import message_if_slow
 from vpipe.app.sizes import parse_size
 from vpipe.app.visualize.explain_plan import OtherPlan, PlanExplanation, depths_text
-from vpipe.app.visualize.table import PIPE_COLUMNS, check_output, terminal_columns
+from vpipe.app.visualize.table import PIPE_COLUMNS, check_output, filled, terminal_columns
 from vpipe.errors import UserError, counted
 from vpipe.plan import PlanRequest, Profile, predict, solve
 from vpipe.schedules import CsvFile, RegisteredSchedule
@@ -41,7 +41,7 @@ def run_plan(options: argparse.Namespace) -> None:
     """Measure what is not measured yet, search, explain, and write the plan."""
     memory_bytes = None if options.memory is None else parse_size(options.memory, "--memory")
     check_alone("vpipe plan", os.environ)
-    for name, count in (("rank", options.ranks), ("stage", options.stages)):
+    for name, count in (("rank", options.ranks), ("stage", options.stages), ("sample", options.samples)):
         if count is not None and count < 1:
             raise UserError(f"--{name}s is {count}", hint=f"plan for 1 {name} or more")
     if options.output is not None:
@@ -53,11 +53,22 @@ def run_plan(options: argparse.Namespace) -> None:
     # torch is slow to import: not before the config is checked
     from vpipe.app.commands.profile import profiles_of
     from vpipe.app.train.job import Job
-    from vpipe.app.train.planning import memory_limit, request_of
+    from vpipe.app.train.planning import memory_limit, request_of, update_samples
 
     tree = config_tree(options.config, [*options.settings, "parallel.plan=null"])  # a plan there is made anew
     said = {key for key in ("tensor", "zero1") if tree.get(("parallel", key)) is not None}
-    jobs = _jobs(config, Job.from_config(config), ranks, options.stages, "tensor" in said)
+    own = Job.from_config(config)
+    was, note = update_samples(own), None
+    if options.samples not in (None, was):
+        batch, rest = divmod(config.dataset.batch_size * options.samples, was)
+        if rest:
+            raise UserError(f"--samples is {options.samples}, but batches of {config.dataset.batch_size} samples are "
+                            f"updates of {was}", hint=f"give a multiple of {was}")
+        note = f"{counted(options.samples, 'sample')} in place of {was}: {_meaning(config, was, options.samples)}"
+        options.settings = [*options.settings, f"dataset.batch_size={batch}"]
+        config = load_config(options.config, options.settings, started=None)
+        own = Job.from_config(config)
+    jobs = _jobs(config, own, ranks, options.stages, "tensor" in said)
     answers: dict[Any, Any] = {}  # kept, since what is measured next depends on those before
     requests: list[PlanRequest] = []
     others: list[OtherPlan] = []
@@ -76,17 +87,21 @@ def run_plan(options: argparse.Namespace) -> None:
         limit_bytes, limit_from = memory_limit(config, next(iter(by_count.values())), memory_bytes)
         known: tuple[Plan, ...] = ()
         if (job.processes, tensor) == (own_ranks, config.parallel.tensor):
-            own = _own_choice(job, by_count, limit_bytes)
-            others += own
-            known = tuple(one.plan for one in own if one.plan is not None and options.solver == "exact"
+            chosen = _own_choice(job, by_count, limit_bytes)
+            others += chosen
+            known = tuple(one.plan for one in chosen if one.plan is not None and options.solver == "exact"
                           and options.stages in (None, len(one.plan.partition)))
-        requests.append(replace(request_of(job, by_count, limit_bytes, anew=config.parallel), stages=options.stages,
+        requests.append(replace(request_of(job, by_count, limit_bytes, anew=own), stages=options.stages,
                                 known=known, solver=options.solver))
         if "zero1" not in said and job.schedule.ranks > 1 and options.solver == "exact":
             requests.append(requests[-1].with_zero1)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
         found = explanation(requests, limit_from, others, answers)
+        if config.parallel.asynchronous and options.solver == "exact":
+            found = replace(found, others=[*found.others, *_larger(requests, found.plan, own, update_samples(own))])
     print(found.text(terminal_columns(PIPE_COLUMNS)))
+    if note is not None:
+        print("\n".join(filled(note, terminal_columns())), end="\n\n")
     _save(found.plan, options)
 
 
@@ -198,6 +213,29 @@ def microbatch_choices(config: Config) -> list[int]:
     least = parallel.in_flight if parallel.asynchronous and every >= parallel.in_flight else 1
     return [count for count in (own // 2, own, 2 * own, 4 * own)
             if count and samples % count == 0 and every * count % own == 0 and every * count // own >= least]
+
+
+def _larger(requests: Sequence[PlanRequest], best: Plan, own: Job, was: int) -> Iterator[OtherPlan]:
+    """Yield a faster plan whose replicas each take an update of the config, if there is one: its updates are larger."""
+    try:
+        plan = solve(*(replace(request, shared_updates=False, known=()) for request in requests)).plan
+    except UserError:
+        return
+    samples, seconds = plan.predicted.samples_per_step, plan.predicted.seconds_per_sample
+    if samples != was and seconds < (1 - WORTH) * best.predicted.seconds_per_sample:
+        what = f"{samples} samples in place of {was}"
+        note = f"{what} (--samples {samples}): {_meaning(own.config, was, samples)}"
+        yield replace(OtherPlan.simulated_one(what, plan), note=note)
+
+
+def _meaning(config: Config, was: int, samples: int) -> str:
+    """Return what an update of so many samples means for the number of updates and the learning rate."""
+    training, times = config.training, samples / was
+    steps = f"{times:.3g} times as few updates" if training.max_steps is None else (
+        f"{round(training.max_steps / times):,} updates in place of {training.max_steps:,} (training.max_steps)")
+    return (f"another training. The same data make {steps}, and training.learning_rate, {training.learning_rate:g}, has "
+            f"to be found anew; often tried is the square root of {times:.3g} times as much, "
+            f"{training.learning_rate * times ** 0.5:.2g}, and with sgd {times:.3g} times")
 
 
 def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> list[OtherPlan]:

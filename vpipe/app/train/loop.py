@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from vpipe import Pipeline, files
+from vpipe import Pipeline, accelerator, files
 from vpipe.app.config.config import config_row
 from vpipe.app.data.epoch import prefetched
 from vpipe.app.errors import LastingError, StartError
@@ -73,7 +73,7 @@ def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped |
     with ExitStack() as exits:
         exits.callback(watch.forget_stop)  # a request to stop concerns this run alone, even one before its first step
         devices = join_world(**job.config.parallel.joining)
-        first = devices.rank == 0
+        first, held = devices.rank == 0, max(exchange().all_gather(accelerator.taken_bytes(devices.own)))
         log.info("rank %d computes on %s", devices.rank, devices.own)
         if first:
             shared = job.config.parallel.transfers.transport == "shared_memory"
@@ -101,14 +101,15 @@ def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped |
         elif first and job.config.model.lora is not None:
             print("warning: the weights beside the adapters are random, and stay so; begin with those of a checkpoint: "
                   "vpipe checkpoint import, then vpipe train --resume", file=sys.stderr, flush=True)
-        return _TrainingRun(job, pipe, folder).train()
+        return _TrainingRun(job, pipe, folder, held).train()
 
 
 class _TrainingRun:
     """The training of a run on this rank, from its first step to its end."""
 
-    def __init__(self, job: Job, pipe: Pipeline, folder: Path) -> None:
+    def __init__(self, job: Job, pipe: Pipeline, folder: Path, held_bytes: int) -> None:
         self._job, self._pipe, self._folder = job, pipe, folder
+        self._held_bytes = held_bytes  # of the fullest process, before any layer was built
         self._observers: list[Observer] = []
         self._ended_by: Mapping[str, float] = {}  # for the summary
         self._policy = job.lr_policy()
@@ -198,7 +199,7 @@ class _TrainingRun:
 
     def _summarize(self, figures: RunFigures | None, parts: Sequence[SummaryPart]) -> None:
         """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
-        text = "\n".join([summary(self._job, self._metrics, figures, self._saving.summary()),
+        text = "\n".join([summary(self._job, self._metrics, figures, self._saving.summary(), self._held_bytes),
                           *(line for part in parts for line in ("", *part.lines))])
         log.info("summary\n%s", text)
         print(text, flush=True)

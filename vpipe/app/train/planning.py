@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from vpipe import Plan, files
+from vpipe import Plan, accelerator, files
 from vpipe.app.config.config import Config
-from vpipe.app.config.parallel import AUTO, ParallelSection
+from vpipe.app.config.parallel import AUTO
 from vpipe.app.errors import PlanningError
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, microbatch_of, model_name
 from vpipe.app.train.profile_cache import cached, store
 from vpipe.app.train.run_folder import CONFIG, PROFILE
+from vpipe.app.visualize.explain_plan import ahead_text
 from vpipe.distributed import exchange, join_world
 from vpipe.errors import Problem, UserError
 from vpipe.plan import PlanRequest, Profile, solve
@@ -89,24 +90,34 @@ def memory_limit(config: Config, profile: Profile, given_bytes: int | None = Non
 
 
 def request_of(job: Job, profiles: Mapping[int, Profile], memory_bytes: int | None, *,
-               anew: ParallelSection | None = None) -> PlanRequest:
+               anew: Job | None = None) -> PlanRequest:
     """Return the planning request for the keys that a config leaves open; ranks and samples per update stay.
 
     Args:
         profiles: by microbatches per batch.
         memory_bytes: that a rank may use; None is no limit.
-        anew: all else is left open, but the slices of this section and whether the schedule has a flush.
+        anew: all else is left open, but the slices of this job, its updates, and whether its schedule has a flush.
     """
-    parallel, slices = job.config.parallel, (anew or job.config.parallel).slices
+    parallel, slices = job.config.parallel, (anew or job).config.parallel.slices
+    every = updates_every(job.config, profiles)
+    if anew is not None:
+        every = {count: update_samples(anew) * count // job.config.dataset.batch_size for count in every}
     free = PlanRequest(
         profiles, job.schedule.ranks, memory_bytes,
         RegisteredSchedule.for_plans(flush=not parallel.asynchronous, slices=slices),
-        updates_every(job.config, profiles), warmup=AUTO if parallel.asynchronous else None, slices=slices)
+        every, shared_updates=anew is not None,
+        warmup=AUTO if parallel.asynchronous else None, slices=slices)
     return free if anew else replace(
         free, schedules=free.schedules if parallel.schedule == AUTO else (parallel.schedule,),
         placement=job.schedule.placement, partition=None if "partition" in parallel.to_plan else job.cut.partition,
         recompute=None if isinstance(parallel.recompute, str) else parallel.recompute,
         warmup=parallel.warmup)
+
+
+def update_samples(job: Job) -> int:
+    """Return the samples of an update, of the stage that takes most."""
+    per_update = map(job.schedule.assignment.per_update, range(job.cut.count))
+    return max(per_update) // job.schedule.slices * job.config.microbatch_size
 
 
 def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None]:
@@ -122,8 +133,7 @@ def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:
     return (f"planned in {search_s:.1f} s: stages of {list(plan.partition)} layers, "
             + (f"{recomputed} of {len(job.model)} layers recomputed" if recomputed else "nothing recomputed")
             + f", schedule {plan.schedule}" + f" in {plan.order.slices} slices" * ((plan.order.slices or 1) > 1)
-            + (f" with {list(plan.warmup)} forwards before the first backward" if plan.warmup else "")
-            + f"; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
+            + f"{ahead_text(plan)}; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 
 
 PROGRESS_S = 2.0
@@ -170,6 +180,8 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     torch.set_num_threads(config.training.threads)
     device = device_of(config)
     world = RankGroup(device, config.parallel.tensor)
+    sharing = 1 if device.type == "cpu" else world.ranks_per_host // (world.at_once() or world.ranks_per_host) or 1
+    taken = max(world.all_gather(accelerator.taken_bytes(device))) // sharing
     wanted = sorted(set(sizes or [config.microbatch_size]))
     identities = world.identify(job.model, [microbatch_of(job, size) for size in wanted], **settings_of(job))
     directory = config.dataset.cache_directory
@@ -193,7 +205,8 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
                            identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
                            timeout_s=config.parallel.timeout_s, tell=progress,
                            shared_memory=config.parallel.shared_memory, backend=config.parallel.backend)
-        found |= {size: profile for (size, _), profile in zip(missing, measured, strict=True)}
+        found |= {size: replace(profile, process_bytes=taken)
+                  for (size, _), profile in zip(missing, measured, strict=True)}
     if world.rank == 0:
         for size, _ in missing:
             try:

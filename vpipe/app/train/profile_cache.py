@@ -35,9 +35,10 @@ def cached(digest: str | None, directory: Path | None = None, say: Callable[[str
         return None
     try:
         profile = Profile.load(path)
-        if profile.identity.digest == digest:
+        if profile.identity.digest == digest and profile.process_bytes:
             return profile
-        why = "the file holds the profile of something else"
+        why = ("an older version wrote it" if profile.identity.digest == digest else
+               "the file holds the profile of something else")
     except UserError as error:
         why = error.problems[0].what
     say(f"measured again: {why} ({path})")

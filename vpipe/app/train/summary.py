@@ -97,7 +97,8 @@ def delay_warning(job: Job) -> str | None:
     return job.advice.late_gradients(*remedies)
 
 
-def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
+def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = (),
+            held_bytes: int = 0) -> str:
     """Return losses, a table of figures, and a row per stage and rank, in lines that fit the terminal.
 
     For a resumed run, times are those of this attempt and losses those of all.
@@ -105,6 +106,7 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
     Args:
         figures: None for an attempt that made no step.
         saves: lines about its checkpoints.
+        held_bytes: what a process took before any layer was built.
     """
     lines = []
     if figures is not None:
@@ -140,7 +142,7 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
                          "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
                          "model.dropout or training.weight_decay")
     lines += saves
-    return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures), "", *_stages(job, figures)])
+    return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures, held_bytes), "", *_stages(job, figures)])
 
 
 def evaluation_text(job: Job, steps: int, loss: float, averaged: float | None = None) -> str:
@@ -171,13 +173,18 @@ ALIKE, FEWEST_PASSES, FEWEST_UPDATES = 0.55, 3, 50
 data, nor fewer updates."""
 
 
-def _figures(job: Job, figures: RunFigures) -> list[str]:
+def _figures(job: Job, figures: RunFigures, held_bytes: int) -> list[str]:
     columns = figure_columns(figures.as_row())
     left_out = figures.steps - figures.counted_steps
     notes = [f"without the first {counted(left_out, job.step_name)}"] if left_out else []
     notes.append("no MFU: the family does not say what its layers compute" if figures.peak is None else
                  f"MFU, HFU: of {figures.peak}")
-    width = terminal_columns()
+    width, plan = terminal_columns(), job.plan and job.plan.predictions
+    if on_processors(job.config) and held_bytes:
+        peak, process = (plan.fullest_rank[1], plan.process_bytes) if plan else (0, 0)
+        notes.append(f"memory: {size_text(held_bytes)} Python, torch and the data, "
+                     f"{size_text(max(0, figures.memory_bytes - held_bytes))} tensors and their handling"
+                     + (f"; planned were {size_text(process)} and {size_text(peak - process)}" if process else ""))
     lines = [*fitted(list(columns), [list(columns.values())], width, names=0),
              *filled("(bubble: share of time in which ranks wait for others; memory: peak of the fullest "
                      f"{'process' if on_processors(job.config) else 'GPU'}; sent: by all, per {job.step_name})",

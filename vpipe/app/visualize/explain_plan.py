@@ -9,10 +9,10 @@ from vpipe import Plan
 from vpipe.app.visualize.table import Column, columns, compact, filled, listed, milliseconds, ms_text
 from vpipe.errors import counted
 from vpipe.plan import Profile
-from vpipe.schedules import RegisteredSchedule, build, delays
+from vpipe.schedules import RegisteredSchedule, Schedule, build, delays
 from vpipe.units import size_text
 
-_KINDS = ("weights", "stashed", "gradients", "optimizer", "activations", "working", "peak")
+_KINDS = ("weights", "stashed", "gradients", "optimizer", "activations", "working")
 """Columns of the memory's table: fields of :class:`~vpipe.plan.stage_costs.StageMemory`."""
 
 _TIMES = {"forward": "forward_s", "backward": "backward_s", "step": "step_s", "comm": "communication_s",
@@ -31,6 +31,7 @@ class OtherPlan:
     seconds_per_sample: float | None = None  # predicted
     simulated: bool = True  # else that is the solver's formula, which is coarser
     why: str = ""  # none is possible
+    note: str = ""  # what else must be known of it
 
     @classmethod
     def simulated_one(cls, what: str, plan: Plan) -> OtherPlan:
@@ -79,9 +80,8 @@ class PlanExplanation:
                 f"{counted(plan.ranks * tensor, 'rank')}{limit}{shared}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
                 + (f"tensor {tensor}, " if tensor > 1 else "") + ("zero1, " if shares else "")
-                + (f"{depths_text(plan)} forwards before the first backward, " if plan.warmup else "")
                 + f"{counted(microbatches, 'microbatch')}{slices} of "
-                f"{counted(identity.microbatch_size, 'sample')} per {self._step_name}",
+                f"{counted(identity.microbatch_size, 'sample')} per {self._step_name}{ahead_text(plan)}",
                 f"predicted: {milliseconds(found.step_s)} per {self._step_name}, "
                 f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
 
@@ -98,6 +98,16 @@ class PlanExplanation:
         schedule = build(plan.schedule or "", plan.groups, plan.predicted.samples_per_step
                          // self.profile.identity.microbatch_size, plan.update_every, warmup=plan.warmup)
         return [delays.mean_delay(schedule, stage) for stage in range(schedule.stages)]
+
+
+def ahead_text(plan: Plan) -> str:
+    """Return in words how many forwards every stage does before its first backward; nothing where that is as in 1F1B.
+    """
+    if plan.warmup in (None, Schedule.default_warmup(list(map(len, plan.groups)))):
+        return ""
+    return "; before its first backward " + ", ".join(
+        f"stage {stage} runs {counted(depth, 'forward') if depth else 'none'}" if not stage else
+        f"stage {stage} {depth or 'none'}" for stage, depth in enumerate(plan.warmup or ()))
 
 
 def depths_text(plan: Plan) -> str:
@@ -135,12 +145,15 @@ def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
     """
     groups = stages_by_ranks(plan)
     sums = [plan.predicted.held_by(group) for group in groups]
-    peaks = [memory.peak for memory in sums]
+    process = plan.predicted.process_bytes
+    peaks = [process + memory.peak for memory in sums]
     unit = next((name for name in reversed(_UNITS) if max(peaks) >= 10 * _UNITS[name]), "KiB")
     lines = columns([
         Column("stage" if all(len(group) == 1 for group in groups) else "stages",
                [listed(group) for group in groups]),
         *(Column(kind, [_in_unit(getattr(memory, kind) / _UNITS[unit]) for memory in sums]) for kind in _KINDS),
+        *(Column(head, [_in_unit(size / _UNITS[unit]) for size in sizes]) for head, sizes in (
+            ("process", [process] * len(sums)), ("peak", peaks)) if head == "peak" or process),
         *([] if limit_bytes is None else [
             Column("of limit", [f"{100 * peak / limit_bytes:.0f} %" for peak in peaks], spare=True)])], width)
     return [f"memory of a rank when it holds most, in {unit}", *lines]
@@ -180,7 +193,8 @@ def candidates_table(best: Plan, others: Sequence[OtherPlan], limit_bytes: int |
     for other in others:
         if other.plan is None:
             reasons.setdefault(other.why, []).append(other.what)
-    return lines + [line for why, names in reasons.items() for line in filled(f"{', '.join(names)}: {why}", width)]
+    texts = [f"{', '.join(names)}: {why}" for why, names in reasons.items()] + [other.note for other in others]
+    return lines + [line for text in texts for line in filled(text, width)]
 
 
 def _lost_by(best: Plan, other: OtherPlan, limit_bytes: int | None) -> str:
@@ -194,6 +208,8 @@ def _lost_by(best: Plan, other: OtherPlan, limit_bytes: int | None) -> str:
     if percent > 0:
         return f"{size} slower" + " by formula" * (not other.simulated)
     peak = other.plan.predictions.fullest_rank[1] if other.plan.predictions else 0
+    if other.note:
+        return f"{size} faster, another batch"
     return f"{size} faster, " + ("too little" if limit_bytes is None or peak <= limit_bytes else "does not fit")
 
 

@@ -19,7 +19,8 @@ MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
 """Limits that are tried, as multiples of the least that was found, until there is a plan."""
 
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
-          "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with"}
+          "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with",
+          "process": "Python, torch and the data"}
 
 _OTHERS = "allow other schedules, numbers of microbatches or ranks"
 
@@ -38,14 +39,15 @@ def infeasible(space: SearchSpace, fits: Fits) -> UserError:
     place = f"stage {stages[0]} ({layers[stages[0]]})" if len(stages) == 1 else (
         f"rank {rank} (stages {', '.join(f'{stage}: {layers[stage]}' for stage in stages)})")
     memory, fixed = plan.predicted.held_by(stages), request.recompute is not None
-    kind = max(_KINDS, key=lambda name: int(getattr(memory, name)))
+    held = {**vars(memory), "process": plan.predicted.process_bytes}
+    kind = max(_KINDS, key=lambda name: held[name])
     asked = "the plan asked for does not fit" if request.partition is not None and fixed else "no plan fits"
     if request.solver == "vpipe":
         asked = "the heuristic of the VPipe paper finds no plan that fits"
     excess = f", {size_text(peak - limit, up=True)} too many" if peak > limit else ""
     what = (f"{asked} into {size_text(limit)} per rank: with {plan.schedule} and "
             f"{counted(plan.microbatches or 0, 'microbatch')}{'' if fixed else ', with everything recomputed'}, "
-            f"{place} holds {size_text(peak, up=True)}{excess}; most of it, {size_text(getattr(memory, kind))}, is "
+            f"{place} holds {size_text(peak, up=True)}{excess}; most of it, {size_text(held[kind])}, is "
             f"{_KINDS[kind]}")
     return UserError(what, hint="; or ".join(_remedies(request, plan, peak, limit, fits)) or _OTHERS)
 

@@ -21,7 +21,7 @@ class PlanRequest:
     # of one model, by the number of microbatches of a batch, each at the size of its microbatches
     profiles: Mapping[int, Profile]
     ranks: int  # how many there are; all are used
-    memory_bytes: int | None = None  # that each rank may hold; None is no limit
+    memory_bytes: int | None = None  # that the process of each rank may take; None is no limit
     # the names to choose from, all with a flush or all without; by default all with a flush that are registered as
     # planned
     schedules: tuple[str, ...] = field(default_factory=lambda: RegisteredSchedule.for_plans(flush=True))
@@ -39,6 +39,8 @@ class PlanRequest:
     # exact, or vpipe: the heuristic of the VPipe paper, see vpipe.plan.solver.vpipe_heuristic
     solver: Literal["exact", "vpipe"] = "exact"
     slices: int = 1  # of every microbatch, under schedules that take slices
+    # update_every is of all replicas of a stage together, of which every stage then has equally many
+    shared_updates: bool = False
 
     def __post_init__(self) -> None:
         named = {rank for ranks in self.placement or () for rank in ranks}
@@ -61,6 +63,16 @@ class PlanRequest:
         """The request for replicas that share the optimizer's state."""
         return replace(self, known=(), profiles={count: replace(profile, zero1=True)
                                                  for count, profile in self.profiles.items()})
+
+    @property
+    def process_bytes(self) -> int:
+        """Of the memory of a rank, what its process takes before any layer is built."""
+        return max(profile.process_bytes for profile in self.profiles.values())
+
+    @property
+    def tensor_bytes(self) -> int | None:
+        """The bytes of the layers that each rank may hold; None is no limit."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.process_bytes
 
     @property
     def layers(self) -> int:

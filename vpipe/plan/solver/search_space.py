@@ -22,6 +22,8 @@ from vpipe.schedules.registry import RegisteredSchedule
 MOST_RANKS, MOST_LAYERS = 16, 200
 """Unequal widths are searched up to so many of each; beyond, all stages have equally many replicas."""
 
+UNEVEN = "its replicas cannot share the microbatches of an update evenly"
+
 MOST_OTHERS = 2
 """Further partitions of a choice that may be simulated."""
 
@@ -55,7 +57,7 @@ class SearchSpace:
             for microbatches in sorted(self.request.profiles):
                 for choice in self._choices(schedule, microbatches):
                     self.tried[choice] = None
-                    why = choice.traits.problem or choice.refusal
+                    why = choice.traits.problem or choice.refusal if choice.update_every != 0 else UNEVEN
                     if why is None:
                         yield choice
                     else:
@@ -89,9 +91,11 @@ class SearchSpace:
             if registered.chunks > 1 and width == request.ranks:
                 continue  # one position, where several stages on a rank gain nothing
             if request.ranks % width == 0 and stages <= request.layers and self._allows(stages, width):
-                yield Choice(schedule, microbatches, every, request.ranks,
+                own = every // width * (every % width == 0) if every and request.shared_updates else every
+                yield Choice(schedule, microbatches, own, request.ranks,
                              equal_widths(schedule, request.ranks, width), warmup, slices)
-        if self.searches_widths and slices == 1 and traits_of(registered).by_depth:
+        free = self.searches_widths and not (every and request.shared_updates)
+        if free and slices == 1 and traits_of(registered).by_depth:
             yield Choice(schedule, microbatches, every, request.ranks, None, warmup, slices)
 
     def _allows(self, stages: int, width: int) -> bool:
@@ -118,7 +122,7 @@ class SearchSpace:
         key = choice.microbatches, choice.slices
         if key not in self._tables:
             self._tables[key] = StageTable(self.request.profiles[choice.microbatches].sliced(choice.slices),
-                                           self.request.memory_bytes, self._required)
+                                           self.request.tensor_bytes, self._required)
         return self._tables[key]
 
     def cost_model(self, choice: Choice) -> CostModel:

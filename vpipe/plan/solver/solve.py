@@ -71,7 +71,7 @@ class Solution:
             if (candidate := space.solve(choice)) is not None:
                 if not choice.chunked:
                     slices = slices_of(candidate.partition, candidate.widths)
-                    yield space.cost_model(choice).peak_bytes(slices)
+                    yield request.process_bytes + space.cost_model(choice).peak_bytes(slices)
                 if (simulated := Simulations(space).simulated(candidate, urgent=True)) is not None:
                     yield simulated.predicted.fullest_rank[1]
             yield _solve_one(replace(request, memory_bytes=None)).plan.predicted.fullest_rank[1]
@@ -302,7 +302,8 @@ def _without_recompute(trials: Simulations, chosen: Candidate) -> Compared:
         found = chosen.with_stages((candidate.partition, candidate.recomputed))
         return _best_with(trials, what, [found], "does not fit")
     needed = space.cost_model(chosen.choice).least_memory()
-    why = "does not fit" if needed is None else f"needs {size_text(needed.bottleneck, up=True)} per rank"
+    why = "does not fit" if needed is None else "needs {} per rank".format(
+        size_text(needed.bottleneck + space.request.process_bytes, up=True))
     return Alternative(what, why=why), None
 
 
