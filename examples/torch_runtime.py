@@ -1,6 +1,6 @@
 """Train under a schedule of vpipe's with PyTorch's own pipeline runtime (torch 2.13), without vpipe.
 
-    vpipe schedule v_min --stages 4 --microbatches 8 --format torch > v_min.csv
+    vpipe schedule v_min --ranks 4 --microbatches 8 --format torch > v_min.csv
     torchrun --nproc-per-node 4 examples/torch_runtime.py v_min.csv
 """
 import csv

@@ -18,9 +18,10 @@ import torch
 from golden import assert_golden
 from small_run import write_config
 
-from vpipe import Cut, Order
+from vpipe import Cut, Execution, Order
 from vpipe.app.cli import main
 from vpipe.plan.plan import Plan
+from vpipe.runtime import prepare_schedule
 from vpipe.schedules.builder import build
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
@@ -222,7 +223,7 @@ def test_the_command_as_a_module() -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["configs"], ["schedule", "gpipe", "--stages", "8", "--microbatches", "64", "--format", "svg"]])
+    ["configs"], ["schedule", "gpipe", "--ranks", "8", "--microbatches", "64", "--format", "svg"]])
 def test_a_closed_pipe_shows_no_traceback(arguments: list[str], forked: None) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -233,54 +234,54 @@ def test_a_closed_pipe_shows_no_traceback(arguments: list[str], forked: None) ->
 
 # -- schedules -----------------------------------------------------------------------------------------
 
-LARGE = ["--stages", "4", "--microbatches", "8"]
+LARGE = ["--ranks", "4", "--microbatches", "8"]
 
 
 SCHEDULES = """\
 schedule
-schedule 1F1B --stages 4 --microbatches 8
-schedule 1f1bb --stages 4 --microbatches 8
+schedule 1F1B --ranks 4 --microbatches 8
+schedule 1f1bb --ranks 4 --microbatches 8
 schedule 1f1b
-schedule 1f1b --stages 4
-schedule 1f1b --stages 0 --microbatches 8
-schedule 1f1b --stages 4 --microbatches -8
-schedule 1f1b --stages x --microbatches 8
-schedule interleaved --stages 4 --microbatches 8 --chunks 0
-schedule interleaved --stages 4 --microbatches 7
-schedule 1f1b --stages 4 --microbatches 8 --chunks 2
-schedule 1f1b --stages 4 --microbatches 8 --slices 2
-schedule seq1f1b --stages 4 --microbatches 8 --slices 0
-schedule seq1f1b --stages 4 --microbatches 8 --slices 100000
+schedule 1f1b --ranks 4
+schedule 1f1b --ranks 0 --microbatches 8
+schedule 1f1b --ranks 4 --microbatches -8
+schedule 1f1b --ranks x --microbatches 8
+schedule interleaved --ranks 4 --microbatches 8 --chunks 0
+schedule interleaved --ranks 4 --microbatches 7
+schedule 1f1b --ranks 4 --microbatches 8 --chunks 2
+schedule 1f1b --ranks 4 --microbatches 8 --slices 2
+schedule seq1f1b --ranks 4 --microbatches 8 --slices 0
+schedule seq1f1b --ranks 4 --microbatches 8 --slices 100000
 schedule a.csv --slices 2
-schedule 1f1b --stages 4000 --microbatches 1000000
-schedule zb_h2 --stages 4 --microbatches 0
-schedule 1f1b --stages 4 --microbatches 8 --update-every 2
-schedule pipedream --stages 4 --microbatches 8 --update-every 3
-schedule 1f1b --stages 4 --microbatches 8 --format pdf
-schedule 1f1b --stages 4 --microbatches 8 --formt svg
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,2
-schedule 1f1b --stages 4 --microbatches 8 --costs ''
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,x,1,0
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,nan,1,0
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,-1,1,0
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,1_0,1
-schedule 1f1b --stages 4 --microbatches 8 --costs -1,1,1,0
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,1/0,1,0
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,1e99999999,1,0
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,1e400,1,0
-schedule 1f1b --stages 4 --microbatches 8 --costs 1,0,0,0
+schedule 1f1b --ranks 4000 --microbatches 1000000
+schedule zb_h2 --ranks 4 --microbatches 0
+schedule 1f1b --ranks 4 --microbatches 8 --update-every 2
+schedule pipedream --ranks 4 --microbatches 8 --update-every 3
+schedule 1f1b --ranks 4 --microbatches 8 --format pdf
+schedule 1f1b --ranks 4 --microbatches 8 --formt svg
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,2
+schedule 1f1b --ranks 4 --microbatches 8 --costs ''
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,x,1,0
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,nan,1,0
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,-1,1,0
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,1_0,1
+schedule 1f1b --ranks 4 --microbatches 8 --costs -1,1,1,0
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,1/0,1,0
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,1e99999999,1,0
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,1e400,1,0
+schedule 1f1b --ranks 4 --microbatches 8 --costs 1,0,0,0
 schedule --all
-schedule --all 1f1b --stages 4 --microbatches 8
-schedule --all --stages 4 --microbatches 8 --format svg
+schedule --all 1f1b --ranks 4 --microbatches 8
+schedule --all --ranks 4 --microbatches 8 --format svg
 schedule none.csv
 schedule ./none
 schedule plan.json
 schedule plan2.json
-schedule plan2.json --microbatches 4 --stages 3
+schedule plan2.json --microbatches 4 --ranks 3
 schedule none.json
-schedule pipedream --stages 4 --microbatches 8 --format torch
+schedule pipedream --ranks 4 --microbatches 8 --format torch
 schedule 1f1b --widths 2,1 --microbatches 8 --format torch
-schedule a.csv --stages 3
+schedule a.csv --ranks 3
 schedule a.csv --microbatches 3
 schedule a.csv --chunks 1
 schedule bad.csv
@@ -328,14 +329,14 @@ peak activations per rank: 4 3 2 1; versions per stage: 1 1 1 1; staleness: 0 0 
 
 
 def test_a_schedule_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(printed(capsys, "schedule", "interleaved", "--stages", "2", "--microbatches", "2", "--chunks",
+    assert json.loads(printed(capsys, "schedule", "interleaved", "--ranks", "2", "--microbatches", "2", "--chunks",
                               "2", "--format", "json", "--costs", "2,2,2,0")) == {
         "schedule": "interleaved", "placement": [[0], [1], [0], [1]], "programs": [
             ["0F0", "0F1", "2F0", "2F1", "2B0", "2B1", "0B0", "0B1", "0STEP0", "2STEP0"],
             ["1F0", "1F1", "3F0", "3F1", "3B0", "3B1", "1B0", "1B1", "1STEP0", "3STEP0"]],
         "makespan": 15, "bubble": 3, "period": 15, "peak_activations": [4, 4], "versions": [1] * 4,
         "staleness": [0] * 4}
-    stream = json.loads(printed(capsys, "schedule", "pipedream", "--stages", "2", "--microbatches", "2", "--format",
+    stream = json.loads(printed(capsys, "schedule", "pipedream", "--ranks", "2", "--microbatches", "2", "--format",
                                 "json", "--costs", "0.5,0.25,0,0.125"))
     assert (stream["makespan"], stream["versions"], stream["staleness"]) == (2.5, [2, 1], [1, 0])
     assert type(stream["bubble"]) is int or stream["bubble"] % 1
@@ -387,8 +388,25 @@ def test_actions_left_out_of_a_file_are_reported(here: Path, capsys: pytest.Capt
             "1 OVERLAP_F_B: each taken as one action after the other\n")
 
 
+@pytest.mark.parametrize(("words", "said"), [
+    ("zb_v --ranks 4", "zb_v: 4 ranks, 8 stages, "), ("zb_v --stages 4", "zb_v: 2 ranks, 4 stages, "),
+    ("interleaved --stages 8 --chunks 4", "interleaved: 2 ranks, 8 stages, "), ("auto --stages 4", "auto: 4 ranks, "),
+    ("chimera --stages 4", "chimera: 4 ranks, 4 stages"), ("1f1b --ranks 4 --widths 2", "1f1b: 4 ranks, 2 stages with "),
+    ("zb_v --stages 5", "error: --stages is 5, but 'zb_v' holds 2 stages on each rank\nhint: give a multiple of 2"),
+    ("1f1b --ranks 3 --widths 2", "error: --ranks is 3, which 2 replicas of every stage do not divide"),
+    ("zb_v --stages 8 --ranks 3", "error: --ranks is 3, but with these --stages and --widths 'zb_v' has 4 ranks")])
+def test_stages_and_ranks_are_those_of_configs_and_python(capsys: pytest.CaptureFixture[str], words: str,
+                                                          said: str) -> None:
+    main(["schedule", *words.split(), "--microbatches", "8"])
+    assert "".join(capsys.readouterr()).startswith(said)
+    name, option, count, *more = words.split()
+    if option == "--stages" and not more and not said.startswith("error"):
+        found = prepare_schedule(None, Cut(int(count)), Order(name), 8, Execution(), needs_norms=False)
+        assert said.startswith(f"{name}: {found.ranks} ranks, ")
+
+
 def test_all_schedules_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "schedule", "--all", "--stages", "2", "--widths", "2", "--microbatches", "8").splitlines()
+    lines = printed(capsys, "schedule", "--all", "--ranks", "4", "--widths", "2", "--microbatches", "8").splitlines()
     assert lines[0] == "4 ranks (2 replicas each), 8 microbatches, F 1, I 1, W 1, transfer 0"
     assert {line.split()[0] for line in lines[3:lines.index("", 3)]} == set(RegisteredSchedule.names())
     assert not [line for line in lines if "not possible" in line]
@@ -399,7 +417,7 @@ def test_all_schedules_with_replicas(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_all_schedules_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "schedule", "--all", "--stages", "3", "--microbatches", "5").splitlines()
+    lines = printed(capsys, "schedule", "--all", "--ranks", "3", "--microbatches", "5").splitlines()
     assert lines[0] == "3 ranks, 5 microbatches, F 1, I 1, W 1, transfer 0"
     names = {line.split()[0] for line in lines[3:lines.index("", 3)]}
     assert names == set(RegisteredSchedule.names())
@@ -455,7 +473,7 @@ def test_a_lowered_file_is_checked_unchanged(here: Path, capsys: pytest.CaptureF
 
 def test_colours_are_for_terminals(forked: None) -> None:
     reader, writer = os.openpty()
-    command = [VPIPE, "schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
+    command = [VPIPE, "schedule", "1f1b", "--ranks", "2", "--microbatches", "2"]
     terminal = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
     subprocess.run(command, stdout=writer, check=True, timeout=60, env={**terminal, "COLUMNS": "100"})
     assert b"\x1b[38;5;255;48;5;26mF0" in os.read(reader, 100_000)
@@ -467,7 +485,7 @@ def test_colours_are_for_terminals(forked: None) -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = ("import sys\nfrom vpipe.app.cli import main\nassert main(['schedule', '--all', '--stages', '2', "
+    code = ("import sys\nfrom vpipe.app.cli import main\nassert main(['schedule', '--all', '--ranks', '2', "
             "'--microbatches', '4']) == 0\n"
             "assert not {'torch', 'numpy', 'yaml', 'pydantic'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

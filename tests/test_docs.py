@@ -123,17 +123,17 @@ def test_defaults_of_the_page_are_those_of_the_code() -> None:
 
 SCHEDULES_PAGE = ROOT / "docs" / "schedules.md"
 MORE = {"replicas": ["pipedream", "--widths", "2,1", "--microbatches", "8"],
-        "warmup": ["pipedream", "--stages", "4", "--microbatches", "8", "--warmup-depth", "6,4,2,0", "--costs",
+        "warmup": ["pipedream", "--ranks", "4", "--microbatches", "8", "--warmup-depth", "6,4,2,0", "--costs",
                    "1,1,1,0.5"],
-        "update_every": ["pipedream", "--stages", "4", "--microbatches", "12", "--update-every", "4"]}
+        "update_every": ["pipedream", "--ranks", "4", "--microbatches", "12", "--update-every", "4"]}
 """Pictures beside those of the schedules."""
 
-COMPARED = ["schedule", "--all", "--stages", "4", "--microbatches", "8"]
+COMPARED = ["schedule", "--all", "--ranks", "4", "--microbatches", "8"]
 
 
 def drawing(name: str) -> list[str]:
     """The command that draws a schedule of the page."""
-    size = [name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8",
+    size = [name, "--ranks", "4", "--microbatches", "16" if name == "2bw" else "8",
             *(["--slices", "2"] if name == "seq1f1b" else [])]
     return ["schedule", *MORE.get(name, size), "--format", "svg"]
 

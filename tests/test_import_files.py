@@ -94,7 +94,7 @@ def forget() -> None:
 
 
 def test_a_schedule_of_a_file_is_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--stages", "2", "--microbatches", "2", "--format", "csv"]
+    size = ["--ranks", "2", "--microbatches", "2", "--format", "csv"]
     assert main(["schedule", "mine", *size, "--import", "my_schedules.py"]) == 0
     mine = capsys.readouterr().out
     assert main(["schedule", "gpipe", *size]) == 0
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_imported(here: Path, capsys: pytest.CaptureFixtur
             Path(name).write_text(source)
         texts[name] = refusal(import_files, [name])
         assert Path(name).stem not in sys.modules or Path(name).stem in ("json", "sys")
-        assert main(["schedule", "gpipe", "--stages", "1", "--microbatches", "1", "--import", name]) == 2
+        assert main(["schedule", "gpipe", "--ranks", "1", "--microbatches", "1", "--import", name]) == 2
         assert capsys.readouterr().err == f"{texts[name]}\n"
         assert IMPORTS not in os.environ
     assert_golden(__file__, "files", {name: text.replace(str(json.__file__), "JSON").replace(sys.executable, "PYTHON")

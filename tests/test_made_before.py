@@ -115,7 +115,7 @@ def test_checkpoints_are_listed_and_verified(capsys: pytest.CaptureFixture[str])
 def test_a_plan_is_drawn_and_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "plan.json"]) == 0
     out = capsys.readouterr().out
-    assert main(["schedule", "pipedream", "--stages", "2", "--microbatches", "4", "--warmup-depth", "1,0"]) == 0
+    assert main(["schedule", "pipedream", "--ranks", "2", "--microbatches", "4", "--warmup-depth", "1,0"]) == 0
     assert out == capsys.readouterr().out
     job, plan = job_of(), Plan.load("plan.json")
     plan.save("again.json")

@@ -164,15 +164,15 @@ def test_schedules_of_packages_are_drawn_and_compared(install: Install, capsys: 
     source = KINDS["vpipe.schedules"][3]
     install("good", source.format(name="made_elsewhere"), schedules="made_elsewhere = good:made")
     install("broken", "1 / 0", schedules="hollow = broken")
-    assert main(["schedule", "made_elsewhere", "--stages", "2", "--microbatches", "2", "--format", "csv"]) == 0
-    assert main(["schedule", "--all", "--stages", "2", "--microbatches", "2"]) == 0
+    assert main(["schedule", "made_elsewhere", "--ranks", "2", "--microbatches", "2", "--format", "csv"]) == 0
+    assert main(["schedule", "--all", "--ranks", "2", "--microbatches", "2"]) == 0
     out = capsys.readouterr().out
     assert "1F0" in out
     assert "which cannot be imported: ZeroDivisionError" in out
     planned = schedules.RegisteredSchedule.for_plans(flush=True)
     assert "made_elsewhere" in planned
     assert "hollow" not in planned
-    assert main(["schedule", "hollow", "--stages", "2", "--microbatches", "2"]) == 2
+    assert main(["schedule", "hollow", "--ranks", "2", "--microbatches", "2"]) == 2
     config = tmp_path / "c.yaml"
     config.write_text("model: {name: bert}\ndataset: {name: synthetic, batch_size: 4}\n"
                       "training: {learning_rate: 0.1, num_microbatches: 2}\n"

@@ -29,7 +29,7 @@ CONFIG = {
     "parallel": {"model_parallel_size": 2, "schedule": "1f1b", "partition": [3, 2], "device": "cpu"},
     "metrics": {"peak_tflops": 1.0}}
 
-COMMANDS = [["--help"], ["configs"], ["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]]
+COMMANDS = [["--help"], ["configs"], ["schedule", "1f1b", "--ranks", "4", "--microbatches", "8"]]
 
 
 def import_from(copy: Path) -> None:

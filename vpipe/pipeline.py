@@ -113,7 +113,7 @@ class Pipeline:
         seed = given.integer("seed", seed, least=0)
         given.check()
         if plan is not None:
-            plan.check_fits(len(model))
+            plan.check_fits(len(model), structure=model.digest({}) if plan.profiled else "")
         zero1 = plan.zero1 if plan is not None and update.zero1 is None else update.zero1
         update = replace(update, zero1=bool(zero1))
         if not isinstance(cut.stages, tuple):

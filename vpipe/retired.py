@@ -15,7 +15,7 @@ RETIRED: dict[str, str] = {
     "vpipe.checkpoint.Manifest.no_longer_used": "leave it out: checkpoints have no error feedback of gradients",
     "vpipe.schedules.Advice": "from vpipe.schedules import delays: delays.mean_delay(schedule, stage), "
                               "delays.greatest_delay(schedule, stage); Pipeline warns where they cost much",
-    "vpipe.schedules.Repeating": "vpipe schedule NAME --stages 4 --microbatches 60000 proves and draws a schedule that "
+    "vpipe.schedules.Repeating": "vpipe schedule NAME --ranks 4 --microbatches 60000 proves and draws a schedule that "
                                  "is too long to list; outline(name, placement, microbatches) generates its programs",
     "vpipe launch": "start each rank by hand: RANK=0 LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=hostA MASTER_PORT=29400 "
                     "vpipe train CONFIG",

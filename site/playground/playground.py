@@ -28,7 +28,7 @@ MOST_SEARCHED, MOST_SEARCHED_BESIDE = 256, 64
 """Ranks times microbatches of a schedule that is searched: about 8 s; the same in the comparison: about 2 s."""
 
 COSTS = ("forward", "input", "weight", "transfer", "step")
-_OPTIONS = {"--stages": "ranks", "--microbatches": "microbatches", "--chunks": "chunks", "--slices": "slices",
+_OPTIONS = {"--ranks": "ranks", "--microbatches": "microbatches", "--chunks": "chunks", "--slices": "slices",
             "--update-every": "update_every", "--warmup-depth": "warmup", "--memory": "limit"}
 
 
@@ -121,15 +121,15 @@ def _options(settings: Mapping[str, str]) -> Namespace:
                             hint="use the command line for larger schedules")
         return int(text)
 
-    return Namespace(name=settings["schedule"], stages=whole("ranks"), microbatches=whole("microbatches"),
+    return Namespace(name=settings["schedule"], ranks=whole("ranks"), stages=None, microbatches=whole("microbatches"),
                      chunks=whole("chunks"), update_every=whole("update_every"), memory=whole("limit"), widths=None,
                      slices=whole("slices"), warmup=settings.get("warmup", "").strip() or None)
 
 
 def _check_search(registered: RegisteredSchedule, options: Namespace, most: int, hint: str) -> None:
-    size = (options.stages or 0) * (options.microbatches or 0)
+    size = (options.ranks or 0) * (options.microbatches or 0)
     if registered.search is not None and size > most:
-        raise UserError(f"the search takes long for {counted(options.stages, 'rank')} and "
+        raise UserError(f"the search takes long for {counted(options.ranks, 'rank')} and "
                         f"{counted(options.microbatches, 'microbatch')}: the product is {size}, and this page "
                         f"searches up to {most} here", hint=hint)
 

@@ -80,14 +80,14 @@ def test_a_size_of_a_hugging_face_config(sizes: dict[str, int], what: str, tmp_p
     ("slurm CONFIG --nodes 1000000000", "4 ranks cannot be put on 1000000000 nodes with equally many on each"),
     pytest.param("data build-bert --out OUT --sequence-length 1000000000", "BERT samples have at most 8,192 tokens",
                  marks=pytest.mark.extras("bert_hdf5")),
-    ("schedule 1f1b --stages 1000000000 --microbatches 8",
+    ("schedule 1f1b --ranks 1000000000 --microbatches 8",
      "1000000000 ranks and 8 microbatches are 16,000,000,000 forwards"),
-    ("schedule 1f1b --stages 4 --microbatches 1000000000",
+    ("schedule 1f1b --ranks 4 --microbatches 1000000000",
      "4 ranks and 1000000000 microbatches are 8,000,000,000 forwards"),
-    ("schedule interleaved --stages 4 --microbatches 8 --chunks 1000000000", "are 64,000,000,000 forwards"),
+    ("schedule interleaved --ranks 4 --microbatches 8 --chunks 1000000000", "are 64,000,000,000 forwards"),
     ("schedule 1f1b --stages 999999999 --widths 99999 --microbatches 99999", "or parts of sums"),
-    ("schedule auto --stages 5000 --microbatches 4", "stay below 25,000"),
-    ("schedule --all --stages 1000000000 --microbatches 1",
+    ("schedule auto --ranks 5000 --microbatches 4", "stay below 25,000"),
+    ("schedule --all --ranks 1000000000 --microbatches 1",
      "1000000000 ranks and 1 microbatch are 2,000,000,000 forwards")])
 def test_a_number_of_a_command(command: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)

@@ -126,7 +126,7 @@ def test_it_is_costed(folder: Path) -> None:
 
 
 def test_it_is_drawn_written_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--stages", "2", "--microbatches", "2"]
+    sizes = ["--ranks", "2", "--microbatches", "2"]
     assert main(["schedule", "averaging_1f1b", *sizes, "--costs", "1,1,1,0"]) == 0
     assert "A average of weights" in capsys.readouterr().out
     assert main(["schedule", "averaging_1f1b", *sizes, "--format", "svg"]) == 0
@@ -273,7 +273,7 @@ def test_the_example_of_the_docs(tmp_path: Path, folder: Path, capsys: pytest.Ca
     (example := tmp_path / "mine" / "averaging.py").parent.mkdir()
     example.write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.chdir(example.parent)
-    assert main(["schedule", "averaged_gpipe", "--stages", "2", "--microbatches", "2", "--format", "csv",
+    assert main(["schedule", "averaged_gpipe", "--ranks", "2", "--microbatches", "2", "--format", "csv",
                  "--import", "averaging.py"]) == 0
     assert capsys.readouterr().out == ("0F0,0F1,0B0,0B1,0STEP0,0AVERAGE0\n"
                                        "1F0,1F1,1B0,1B1,1STEP0,1AVERAGE0\n")

@@ -26,7 +26,7 @@ def limit() -> None:
     ("interleaved", TIMES_3 / 2, None, [2 * (RANKS - 1 - rank) + RANKS + 1 for rank in range(RANKS)]),
     ("pipedream", TIMES_3, 3 * MICROBATCHES + TIMES_3, [RANKS - rank for rank in range(RANKS)])])
 def test_a_large_schedule(name: str, bubble: float, makespan: int | None, peaks: list[int]) -> None:
-    command = [str(Path(sys.executable).with_name("vpipe")), "schedule", name, "--stages", str(RANKS),
+    command = [str(Path(sys.executable).with_name("vpipe")), "schedule", name, "--ranks", str(RANKS),
                "--microbatches", str(MICROBATCHES)]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert done.returncode == 0, done.stderr

@@ -83,7 +83,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_figures_are_those_of_the_command_line(name: str, page: Browser, address: str,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     show(page, address, schedule=name, transfer="0.25", step="0.5")
-    size = ["--stages", "4", "--microbatches", "8", "--costs", "1,1,1,0.25,0.5"]
+    size = ["--ranks", "4", "--microbatches", "8", "--costs", "1,1,1,0.25,0.5"]
     assert text(page, "#command") == " ".join(["vpipe schedule", name, *size])
     said = json.loads(printed(capsys, name, *size, "--format", "json"))
     shown = {key: float(text(page, f"#figure-{key}"))
@@ -105,7 +105,7 @@ def test_figures_are_those_of_the_command_line(name: str, page: Browser, address
 def test_all_schedules_are_compared(page: Browser, address: str, capsys: pytest.CaptureFixture[str]) -> None:
     show(page, address, microbatches=4, ranks=2)
     page.until("document.body.dataset.compared")
-    lines = [line.split("  ") for line in printed(capsys, "--all", "--stages", "2", "--microbatches", "4").splitlines()]
+    lines = [line.split("  ") for line in printed(capsys, "--all", "--ranks", "2", "--microbatches", "4").splitlines()]
     said = [[cell.strip() for cell in line if cell.strip()] for line in lines[3:] if len(line) > 3]
     rows = [[row[0].split()[0], *row[1:5], *row[6:]] for row in table(page, "#compare")]
     assert rows == [[cell.split(" (")[0] for cell in row] for row in said]
@@ -189,7 +189,7 @@ def test_the_link_holds_the_state(page: Browser, address: str) -> None:
     figures = ("[...document.querySelectorAll('.big'), document.getElementById('command'), "
                "document.getElementById('clock')].map(one => one.innerText).join()")
     before = page.value(figures)
-    assert "--stages 3 --microbatches 8 --update-every 2 --warmup-depth 4,2,0 --costs 1,1,1,0.5" in before
+    assert "--ranks 3 --microbatches 8 --update-every 2 --warmup-depth 4,2,0 --costs 1,1,1,0.5" in before
     page.open("about:blank")
     page.open(link)
     page.until("document.body && document.body.dataset.state === 'ready'")
@@ -200,7 +200,7 @@ def test_the_link_holds_the_state(page: Browser, address: str) -> None:
 
 def test_mistakes_are_shown_with_a_hint(page: Browser, address: str) -> None:
     show(page, address)
-    for name, value, what in (("ranks", "0", "--stages is 0"), ("ranks", "99", "this page draws 16 at most")):
+    for name, value, what in (("ranks", "0", "--ranks is 0"), ("ranks", "99", "this page draws 16 at most")):
         settled(page, f"(one => {{ one.value = '{value}'; one.dispatchEvent(new Event('input', {{bubbles: true}})); }})"
                       f"(document.querySelector('[name={name}]'))")
         assert what in text(page, "#error .what")

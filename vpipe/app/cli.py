@@ -203,8 +203,9 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("name", nargs="?", metavar="NAME|FILE", help="name of a schedule, a CSV file of one, or a "
                           "plan.json")
     schedule.add_argument("--all", action="store_true", help="compare all schedules in one table")
-    schedule.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline, where replicas count as one; "
-                          "each holds one stage, or as many as --chunks or the schedule says")
+    schedule.add_argument("--ranks", type=int, metavar="N", help="ranks, each a process, replicas too; each holds one "
+                          "stage, or as many as --chunks or the schedule says")
+    schedule.add_argument("--stages", type=int, metavar="P", help="in place of --ranks: stages, on all ranks together")
     schedule.add_argument("--microbatches", type=int, metavar="M", help="microbatches per update; of a schedule "
                           "without a flush, all microbatches")
     schedule.add_argument("--chunks", type=int, metavar="V", help="stages per rank")

@@ -172,13 +172,13 @@ class Model:
         """Return sixteen characters that identify the model and the fields of its samples, whatever their number.
 
         Args:
-            batch: a microbatch; dimension 0 counts samples.
+            batch: a microbatch; dimension 0 counts samples. An empty one: only the layers count.
             structures: of the layers (:func:`~vpipe.model.structure.structure`), where they are known already.
         """
         structures = [structure(layer) for layer in self.layers] if structures is None else structures
         text = [f"{layer.name}: {layer.inputs} -> {layer.outputs}, {dict(layer.ties)}\n{ADDRESS.sub('', what)}"
                 for layer, what in zip(self.layers, structures, strict=True)]
-        text += [f"{name}: {batch[name].dtype} {tuple(batch[name].shape[1:])}" for name in self.batch]
+        text += [f"{name}: {batch[name].dtype} {tuple(batch[name].shape[1:])}" for name in self.batch if batch]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def index(self, name: str) -> int:

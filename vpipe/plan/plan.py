@@ -201,18 +201,23 @@ class Plan:
         """The copies of every stage that the schedule itself places, besides replicas."""
         return sum(map(len, self.groups)) // (self.ranks * passes(self.groups, self.groups[0][0]))
 
-    def check_fits(self, layers: int, ranks: int | None = None, where: str | None = None) -> None:
+    def check_fits(self, layers: int, ranks: int | None = None, where: str | None = None, structure: str = "") -> None:
         """Refuse to be used for another model, or for another number of ranks.
 
         Args:
             layers: of the model.
             ranks: how many there are, where that is fixed.
             where: the plan was read.
+            structure: a digest of the model's layers (:class:`~vpipe.plan.profile.Identity`), where it is known.
         """
-        problems = []
+        problems, made_for = [], self.profiled or {}
         if sum(self.partition) != layers:
             problems.append(Problem(f"the plan is for a model of {counted(sum(self.partition), 'layer')}, but this one "
                                     f"has {layers}", "vpipe plan CONFIG makes a plan for the model of a config", where))
+        elif structure and made_for.get("structure") and made_for["structure"] != structure:
+            problems.append(Problem(f"the plan is for another model: {made_for.get('model_name')} (layers of digest "
+                                    f"{made_for['structure']}) there, layers of digest {structure} here",
+                                    "make a plan for this model, or keep what it was made for", where))
         if ranks is not None and self.ranks != ranks:
             problems.append(Problem(f"the plan is for {counted(self.ranks, 'rank')}, but there are {ranks}",
                                     f"vpipe plan CONFIG --ranks {ranks} makes a plan for as many", where))

@@ -139,6 +139,7 @@ class Identity:
     # how many processes split every layer: each rank of a pipeline is so many. Bytes and operations are those of one,
     # times those of all of them together, which wait for one another.
     tensor: int = 1
+    structure: str = ""  # a digest of the layers alone; of an older version it is empty
 
     @property
     def pure(self) -> bool:

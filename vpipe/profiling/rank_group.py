@@ -90,7 +90,7 @@ class RankGroup:
             ranks_per_host=self.ranks_per_host, backend=backend, torch=str(torch.__version__), ranks=self.ranks,
             hosts=len(set(self.hosts)), cores=cores, device_bytes=shared_bytes(device, self.at_once()),
             vpipe=PluginGroup.versions_of(["vpipe"]).get("vpipe", ""), code=code_digest(model.layers, structures),
-            precision=precision, tensor=self.tensor)
+            precision=precision, tensor=self.tensor, structure=model.digest({}, structures))
         return [replace(first, microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0)
                 for microbatch in microbatches]
 

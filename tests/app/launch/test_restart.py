@@ -219,7 +219,7 @@ def test_values_per_stage_are_planned_anew() -> None:
 
 
 def test_a_schedule_in_a_file_is_for_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--format", "csv"]) == 0
+    assert main(["schedule", "1f1b", "--ranks", "4", "--microbatches", "8", "--format", "csv"]) == 0
     (tmp_path / "own.csv").write_text(capsys.readouterr().out)
     with pytest.raises(UserError, match=r"elastic: 2 ranks are there, but the schedule is a file, .* for 4"):
         fitted(config(model_parallel_size=4, schedule=str(tmp_path / "own.csv")), 2)

@@ -118,7 +118,7 @@ def test_the_verdict_is_that_of_vpipe_check(playground: ModuleType, tmp_path: Pa
 def test_mistakes_are_errors_with_hints(playground: ModuleType, tmp_path: Path,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for changed, what in (({"ranks": "0"}, "--stages is 0"), ({"ranks": "x"}, "--stages is 'x'"),
+    for changed, what in (({"ranks": "0"}, "--ranks is 0"), ({"ranks": "x"}, "--ranks is 'x'"),
                           ({"microbatches": "9999"}, "but this page draws 64 at most"),
                           ({"schedule": "1f1c"}, "no schedule is called '1f1c'"),
                           ({"schedule": "auto", "ranks": "16", "microbatches": "64"}, "the search takes long"),
@@ -134,7 +134,7 @@ def test_mistakes_are_errors_with_hints(playground: ModuleType, tmp_path: Path,
 
 
 def test_a_row_is_that_of_the_table(playground: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["schedule", "--all", "--stages", "2", "--microbatches", "4", "--costs", "1,1,1,0.5"])
+    main(["schedule", "--all", "--ranks", "2", "--microbatches", "4", "--costs", "1,1,1,0.5"])
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()[3:-4] if line.strip()}
     for name in ("1f1b", "zb_v", "pipedream"):
         settings = SETTINGS | {"ranks": "2", "microbatches": "4", "transfer": "0.5"}

@@ -127,7 +127,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_beginning_and_the_end_are_printed(few: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "pipedream", "--stages", "3", "--microbatches", "5000"]) == 0
+    assert main(["schedule", "pipedream", "--ranks", "3", "--microbatches", "5000"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "pipedream: 3 ranks, 5000 microbatches, no flush, an update every microbatch"
     assert lines[1].startswith("bubble 6 (0.0 %), makespan 15006")
@@ -141,7 +141,7 @@ def test_the_beginning_and_the_end_are_printed(few: None, capsys: pytest.Capture
 
 
 def test_the_beginning_and_the_end_are_drawn(few: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "1f1b", "--stages", "3", "--microbatches", "5000", "--format", "svg"]) == 0
+    assert main(["schedule", "1f1b", "--ranks", "3", "--microbatches", "5000", "--format", "svg"]) == 0
     root = ElementTree.fromstring(capsys.readouterr().out)
     said = [text for text in root.itertext() if text.strip()]
     assert {"F0, 0 to 1", "0F0, 0 to 1"} & set(said)
@@ -155,10 +155,10 @@ def test_the_beginning_and_the_end_are_drawn(few: None, capsys: pytest.CaptureFi
     (["1f1b", "--format", "csv"], "which --format csv lists one by one,"),
     (["1f1b", "--format", "json"], "which --format json lists one by one,"),
     (["auto"], "which 'auto' searches one by one,"),
-    (["1f1b", "--stages", "2000"], "in no short part of which '1f1b' is seen to repeat itself at these costs,")])
+    (["1f1b", "--ranks", "2000"], "in no short part of which '1f1b' is seen to repeat itself at these costs,")])
 def test_listed_schedules_keep_their_limit_of_actions(arguments: list[str], what: str,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--stages", "4", "--microbatches", "60000", *arguments]) == 2
+    assert main(["schedule", "--ranks", "4", "--microbatches", "60000", *arguments]) == 2
     told = capsys.readouterr().err
     assert re.search(rf"error: \d+ ranks and 60000 microbatches, {re.escape(what)} are [\d,]+ forwards and backwards\n"
                      "hint: stay below 250,000: use fewer microbatches, stages or replicas", told)

@@ -233,8 +233,8 @@ def _meaning(config: Config, was: int, samples: int) -> str:
     training, times = config.training, samples / was
     steps = f"{times:.3g} times as few updates" if training.max_steps is None else (
         f"{round(training.max_steps / times):,} updates in place of {training.max_steps:,} (training.max_steps)")
-    return (f"another training. The same data make {steps}, and training.learning_rate, {training.learning_rate:g}, has "
-            f"to be found anew; often tried is the square root of {times:.3g} times as much, "
+    return (f"another training. The same data make {steps}, and training.learning_rate, {training.learning_rate:g}, "
+            f"has to be found anew; often tried is the square root of {times:.3g} times as much, "
             f"{training.learning_rate * times ** 0.5:.2g}, and with sgd {times:.3g} times")
 
 

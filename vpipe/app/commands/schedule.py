@@ -114,7 +114,8 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
     if name not in RegisteredSchedule.names() and (name.lower().endswith((".csv", ".json")) or "/" in name):
         planned = name.lower().endswith(".json")
         schedule = _planned(name, options) if planned else _read(Path(name), _slices(options))
-        for option, given, has in (("--stages", options.stages, len(set(schedule.placement))),
+        for option, given, has in (("--stages", options.stages, schedule.stages),
+                                   ("--ranks", options.ranks, schedule.ranks),
                                    ("--microbatches", options.microbatches, schedule.microbatches // schedule.slices),
                                    ("--slices", options.slices, schedule.slices),
                                    ("--update-every", options.update_every, schedule.update_every),
@@ -126,8 +127,8 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
                                 hint=f"leave {option} out: the file says it")
         return schedule
     registered, widths, microbatches = _asked(options, why=listing)
-    return _built(registered, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
-                  _depths(options.warmup), _slices(options))
+    return _built(registered, widths, microbatches, _chunks(options, registered), options.update_every, costs,
+                  options.memory, _depths(options.warmup), _slices(options))
 
 
 def _asked(options: argparse.Namespace, *, listed: bool = True,
@@ -139,7 +140,7 @@ def _asked(options: argparse.Namespace, *, listed: bool = True,
     registered = RegisteredSchedule.named(options.name)
     if registered.search is not None:
         why = f", which '{registered.name}' searches one by one,"
-    widths, microbatches = _sizes(options, listed=listed, why=why)
+    widths, microbatches = _sizes(options, registered, listed=listed, why=why)
     registered.check_chunks(options.chunks, "--chunks")
     registered.check_slices(_slices(options), "--slices")
     if registered.search is None and options.memory is not None:
@@ -192,23 +193,36 @@ def _planned(path: str, options: argparse.Namespace) -> Schedule:
                  warmup=plan.warmup, slices=slices)
 
 
-def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[tuple[int, ...], int]:
+def _sizes(options: argparse.Namespace, registered: RegisteredSchedule, *, listed: bool = True,
+           why: str = "") -> tuple[tuple[int, ...], int]:
     """Return the replicas at each position of the pipeline, and the number of microbatches.
 
     Args:
+        registered: says how many stages each rank holds.
         listed: all actions are, so that there may not be too many of them.
         why: they are.
     """
     widths = _widths(options.widths)
-    positions = options.stages if len(widths) <= 1 or options.stages is not None else len(widths)
-    for option, value in (("--stages", positions), ("--microbatches", options.microbatches)):
+    size = options.ranks if options.stages is None and len(widths) < 2 else widths
+    for option, value in (("--ranks", size), ("--microbatches", options.microbatches)):
         if value is None:
-            raise UserError(f"{option} is missing", hint="give the size: --stages 4 --microbatches 8")
-    for option, value in (("--stages", options.stages), ("--microbatches", options.microbatches),
+            raise UserError(f"{option} is missing", hint="give the size: --ranks 4 --microbatches 8")
+    for option, value in (("--ranks", options.ranks), ("--stages", options.stages),
+                          ("--microbatches", options.microbatches),
                           ("--chunks", options.chunks), ("--update-every", options.update_every),
                           ("--memory", options.memory)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
+    each = options.chunks if options.chunks and registered.any_chunks else registered.chunks
+    positions, rest = divmod(options.stages or 0, each) if options.stages else divmod(
+        options.ranks or sum(widths), widths[0] if len(widths) == 1 else 1)
+    if rest and options.stages:
+        raise UserError(f"--stages is {options.stages}, but '{registered.name}' holds {counted(each, 'stage')} on each "
+                        "rank", hint=f"give a multiple of {each}, or --ranks")
+    if rest:
+        raise UserError(f"--ranks is {options.ranks}, which {widths[0]} replicas of every stage do not divide",
+                        hint=f"give a multiple of {widths[0]}")
+    positions = len(widths) if len(widths) > 1 and not options.stages else positions
     chunks = (options.chunks or 1) * _slices(options)
 
     def check_numbers(ranks: int, *, replicated: bool) -> None:
@@ -220,13 +234,21 @@ def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -
         check_numbers(positions * width, replicated=width > 1)
         widths = (width,) * positions
     if len(widths) != positions:
-        raise UserError(f"--widths has {counted(len(widths), 'number')}, but --stages is {positions}",
+        raise UserError(f"--widths has {counted(len(widths), 'number')}, but --stages is {options.stages}",
                         hint=f"give {counted(positions, 'number')}, or one for all, or leave --stages out")
+    if options.ranks not in (None, sum(widths)):
+        raise UserError(f"--ranks is {options.ranks}, but with these --stages and --widths '{registered.name}' has "
+                        f"{counted(sum(widths), 'rank')}", hint="leave --ranks out, or change --stages or --chunks")
     check_numbers(sum(widths), replicated=max(widths) > 1)
     if options.microbatches < max(widths):
         raise UserError(f"{counted(max(widths), 'replica')} for {counted(options.microbatches, 'microbatch')}: some "
                         "would have nothing to do", hint=f"use {max(widths)} microbatches or more, or fewer replicas")
     return widths, options.microbatches
+
+
+def _chunks(options: argparse.Namespace, registered: RegisteredSchedule) -> int | None:
+    """Return the stages per rank; of a search among all, as many as the number of stages was counted with."""
+    return options.chunks or (registered.chunks if options.stages and registered.search else None)
 
 
 def _slices(options: argparse.Namespace) -> int:
@@ -290,8 +312,8 @@ def _replicated(placement: tuple[tuple[int, ...], ...], widths: tuple[int, ...])
 
 def compared_schedule(registered: RegisteredSchedule, options: argparse.Namespace, costs: RankCosts) -> Schedule:
     """Return a schedule with those of the options that it can have, not proved yet."""
-    widths, microbatches = _sizes(options)
-    return _built(registered, widths, microbatches, options.chunks if registered.any_chunks else None,
+    widths, microbatches = _sizes(options, registered)
+    return _built(registered, widths, microbatches, _chunks(options, registered) if registered.any_chunks else None,
                   None if registered.flush else options.update_every, costs,
                   None if registered.search is None else options.memory,
                   _depths(options.warmup) if registered.any_warmup else None,
@@ -303,7 +325,7 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
         raise UserError(f"--all and '{options.name}'", hint="name a schedule, or compare all of them")
     if options.format != "text":
         raise UserError(f"--all prints a table, not {options.format}", hint="leave --format out, or name a schedule")
-    widths, microbatches = _sizes(options)
+    widths, microbatches = _sizes(options, RegisteredSchedule.named(RegisteredSchedule.DEFAULT))
     found: dict[str, Summary | str] = {}
     for name in RegisteredSchedule.names():
         try:
@@ -311,7 +333,8 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
         except UserError as error:
             found[name] = error.problems[0].what.splitlines()[0]
     limit = "" if options.memory is None else f"; auto: {counted(options.memory, 'microbatch')} on a rank at most"
-    ranks = counted(sum(widths), "rank") + f" ({replicas(widths)})" * (max(widths) > 1)
+    ranks = (counted(options.stages, "stage") if options.stages else counted(sum(widths), "rank"))
+    ranks += f" ({replicas(widths)})" * (max(widths) > 1)
     slices = f" in {options.slices} slices each where a schedule takes them" * (_slices(options) > 1)
     print(f"{ranks}, {counted(microbatches, 'microbatch')}{slices}, {costs}{limit}\n")
     sys.stdout.write(compare(found))

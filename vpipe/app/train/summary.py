@@ -84,7 +84,9 @@ def update_line(job: Job) -> str | None:
     microbatches = counted(job.schedule.assignment.step_microbatches, "microbatch")
     size = f"{counted(job.step_size[0], 'sample')} in {microbatches}"
     update = f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: {size}"
-    return update if said is None else f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
+    if said is None:
+        return update
+    return f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
 
 
 def delay_warning(job: Job) -> str | None:
@@ -142,7 +144,8 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
                          "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
                          "model.dropout or training.weight_decay")
     lines += saves
-    return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures, held_bytes), "", *_stages(job, figures)])
+    return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures, held_bytes), "",
+                                                    *_stages(job, figures)])
 
 
 def evaluation_text(job: Job, steps: int, loss: float, averaged: float | None = None) -> str:

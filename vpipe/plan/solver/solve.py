@@ -302,8 +302,8 @@ def _without_recompute(trials: Simulations, chosen: Candidate) -> Compared:
         found = chosen.with_stages((candidate.partition, candidate.recomputed))
         return _best_with(trials, what, [found], "does not fit")
     needed = space.cost_model(chosen.choice).least_memory()
-    why = "does not fit" if needed is None else "needs {} per rank".format(
-        size_text(needed.bottleneck + space.request.process_bytes, up=True))
+    least = 0 if needed is None else needed.bottleneck + space.request.process_bytes
+    why = f"needs {size_text(least, up=True)} per rank" if least else "does not fit"
     return Alternative(what, why=why), None
 
 
