@@ -93,6 +93,16 @@ def test_an_argument_that_does_not_fit_is_named_with_its_remedy() -> None:
         ", ".join(RegisteredSchedule.names()), "SCHEDULES") for one in ARGUMENTS])
 
 
+def test_a_plan_for_a_model_of_other_sizes_is_refused() -> None:
+    made_for = {"structure": model().digest({}), "model_name": "mine"}
+    pipeline(plan=Plan(Cut((3, 3)), profiled=made_for))
+    pipeline(plan=Plan(Cut((3, 3)), profiled={"model": "0123", "model_name": "of an older version"}))
+    other = Plan(Cut((3, 3)), profiled=made_for | {"structure": "another"})
+    assert refusal(lambda: pipeline(plan=other)) == (
+        "error: the plan is for another model: mine (layers of digest another) there, layers of digest "
+        f"{made_for['structure']} here\nhint: make a plan for this model, or keep what it was made for")
+
+
 def test_too_few_microbatches_are_warned_of_in_a_category_of_their_own() -> None:
     with pytest.warns(PerformanceWarning, match="1 microbatch for 3 stages leaves ranks without work; raise "
                                                 "microbatches, at best to 12") as warned:
