@@ -393,7 +393,7 @@ def test_actions_left_out_of_a_file_are_reported(here: Path, capsys: pytest.Capt
     ("interleaved --stages 8 --chunks 4", "interleaved: 2 ranks, 8 stages, "), ("auto --stages 4", "auto: 4 ranks, "),
     ("chimera --stages 4", "chimera: 4 ranks, 4 stages"), ("1f1b --ranks 4 --widths 2", "1f1b: 4 ranks, 2 stages"),
     ("zb_v --stages 5", "error: --stages is 5, but 'zb_v' holds 2 stages on each rank\nhint: give a multiple of 2"),
-    ("1f1b --ranks 3 --widths 2", "error: --ranks is 3, which 2 replicas of every stage do not divide"),
+    ("1f1b --ranks 3 --widths 2", "error: --ranks is 3, but each stage has 2 replicas\nhint: give a multiple of 2"),
     ("zb_v --stages 8 --ranks 3", "error: --ranks is 3, but with these --stages and --widths 'zb_v' has 4 ranks")])
 def test_stages_and_ranks_are_those_of_configs_and_python(capsys: pytest.CaptureFixture[str], words: str,
                                                           said: str) -> None:

@@ -214,15 +214,14 @@ def _sizes(options: argparse.Namespace, registered: RegisteredSchedule, *, liste
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
     each = options.chunks if options.chunks and registered.any_chunks else registered.chunks
-    positions, rest = divmod(options.stages or 0, each) if options.stages else divmod(
-        options.ranks or sum(widths), widths[0] if len(widths) == 1 else 1)
-    if rest and options.stages:
-        raise UserError(f"--stages is {options.stages}, but '{registered.name}' holds {counted(each, 'stage')} on each "
-                        "rank", hint=f"give a multiple of {each}, or --ranks")
-    if rest:
-        raise UserError(f"--ranks is {options.ranks}, which {widths[0]} replicas of every stage do not divide",
-                        hint=f"give a multiple of {widths[0]}")
-    positions = len(widths) if len(widths) > 1 and not options.stages else positions
+    width, positions = widths[0] if len(widths) == 1 else 1, len(widths)
+    for option, count, unit, why in (
+            ("--ranks", None if len(widths) > 1 else options.ranks, width, f"each stage has {width} replicas"),
+            ("--stages", options.stages, each, f"'{registered.name}' holds {each} stages on each rank")):
+        if count is not None:
+            positions, rest = divmod(count, unit)
+            if rest:
+                raise UserError(f"{option} is {count}, but {why}", hint=f"give a multiple of {unit}")
     chunks = (options.chunks or 1) * _slices(options)
 
     def check_numbers(ranks: int, *, replicated: bool) -> None:

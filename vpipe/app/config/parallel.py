@@ -145,8 +145,8 @@ class ParallelSection(Section):
         "share of a stage's layers, counted from its end, whose activations are recomputed in the backward; one "
         "number, or per stage a share or a list of layers; auto recomputes what the memory requires"))
     memory: Bytes = Field(None, description=(
-        "bytes that a rank may use where something is auto, also as 8GiB or 500MB; null takes the device's memory, on "
-        "a CPU the host's divided by its ranks"))
+        "bytes that a rank's process may take where something is auto, also as 8GiB or 500MB; null takes the device's "
+        "memory, on a CPU the host's divided by its ranks"))
     plan: FilePath | None = Field(None, description=(
         "plan file of vpipe plan, relative to the current folder; the plan gives partition, recompute, "
         "stage_to_rank_map, schedule, update_every, warmup_depth, tensor, zero1 and training.num_microbatches"))
