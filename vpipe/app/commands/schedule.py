@@ -215,13 +215,13 @@ def _sizes(options: argparse.Namespace, registered: RegisteredSchedule, *, liste
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
     each = options.chunks if options.chunks and registered.any_chunks else registered.chunks
     width, positions = widths[0] if len(widths) == 1 else 1, len(widths)
-    for option, count, unit, why in (
+    for option, count, unit, held in (
             ("--ranks", None if len(widths) > 1 else options.ranks, width, f"each stage has {width} replicas"),
             ("--stages", options.stages, each, f"'{registered.name}' holds {each} stages on each rank")):
         if count is not None:
             positions, rest = divmod(count, unit)
             if rest:
-                raise UserError(f"{option} is {count}, but {why}", hint=f"give a multiple of {unit}")
+                raise UserError(f"{option} is {count}, but {held}", hint=f"give a multiple of {unit}")
     chunks = (options.chunks or 1) * _slices(options)
 
     def check_numbers(ranks: int, *, replicated: bool) -> None:

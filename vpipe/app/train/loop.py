@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from vpipe import Pipeline, accelerator, files
+from vpipe import Pipeline, Plan, accelerator, files
 from vpipe.app.config.config import config_row
 from vpipe.app.data.epoch import prefetched
 from vpipe.app.errors import LastingError, StartError
@@ -33,7 +33,7 @@ from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.resume import ResumePoint
-from vpipe.app.train.run_folder import FACTS, SUMMARY, running
+from vpipe.app.train.run_folder import FACTS, PLAN, SUMMARY, running
 from vpipe.app.train.summary import RunFigures, delay_warning, evaluation_text, size_lines, summary, update_line
 from vpipe.app.train.torch_profiler import TorchProfiler
 from vpipe.app.train.trace_writer import TraceWriter
@@ -87,6 +87,9 @@ def train(job: Job, folder: Path, start: ResumePoint | None = None) -> Stopped |
 
             with watch.activity.during("planning"):
                 job = plan_job(job, folder)
+        elif first and job.plan is None and (folder / PLAN).exists():
+            plan = Plan.load(folder / PLAN)
+            job = replace(job, plan=plan if plan.partition == job.cut.partition else None)
         if first and (line := update_line(job)) is not None:
             print(line, flush=True)
         pipe = build_pipeline(job)
