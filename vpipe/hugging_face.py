@@ -55,7 +55,7 @@ def from_transformers(model: Any, batch: Fields | None = None) -> Model:
                         hint="take a class with a loss, and name what a batch has, with labels, as the class does")
     if any(getattr(part, "gradient_checkpointing", False) for part in modes):
         raise UserError(f"{name} checkpoints its blocks itself",
-                        hint="call model.gradient_checkpointing_disable(); a pipeline recomputes: Cut(4, recompute=1)")
+                        hint="call its gradient_checkpointing_disable(); a pipeline recomputes: Cut(4, recompute=1)")
     try:
         with torch.no_grad():
             return _cut(model.eval(), {field: values[[0, -1]].to(model.device) for field, values in batch.items()})

@@ -385,7 +385,7 @@ KEYS = {
     "Update.optimizer": "learning_rate momentum weight_decay", "Update.learning_rate_factor": "lr_policy warmup_steps",
     "Update.skip_not_finite": "on_nan", "Asynchronous.delay_correction": "delay_correction_strength",
     "Description.microbatches": "num_microbatches", "Pipeline.train(updates)": "epochs max_steps",
-    "Pipeline.train(stop)": "max_minutes", "Pipeline.evaluate": "evaluate_every evaluation_batches",
+    "Pipeline.train(stop)": "max_minutes", "Pipeline.evaluate": "evaluate_every evaluation_batches patience",
     "Pipeline.record": "profile_iteration exit_after_profile", "Cut.stages": "model_parallel_size",
     "Cut.ranks": "data_parallel_size stage_to_rank_map", "Execution.mesh": "tensor",
     "Pipeline.schedule_kernels": "use_orion_scheduler orion_strict", "Transfers.compress": "compress_rounding",

@@ -326,8 +326,8 @@ ON_ONE: dict[str, Act] = {f"{name} on rank {rank}": partial(call, rank) for rank
     "train: a gradient": lambda rank, p, f: marked(p, lambda: train(p, BATCHES), rank),
     }.items()}
 """Of two processes."""
-NO_ROW = {"stop"}
-"""It ends the next training, which has tests of its own."""
+NO_ROW = {"plan", "stop"}
+"""One makes no pipeline; the other ends the next training, which has tests of its own."""
 
 
 def seen(pipe: Pipeline) -> list[Any]:

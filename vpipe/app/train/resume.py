@@ -156,7 +156,7 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
         plan = None if start.folder is None else start.folder / PLAN
         if plan is not None and plan.exists() and _still_holds(plan, path, config, settings):
             config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], started=started)
-        if start.folder is not None and config.saving.every_steps is None:
+        if start.folder is not None and config.saving.every_steps is None and (start.folder / CONFIG).is_file():
             before = run_config(start.folder).saving
             if before.every_steps is not None and before.every_minutes == config.saving.every_minutes:
                 config = config.saving_every(before.every_steps)  # as the run has measured them
