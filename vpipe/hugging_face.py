@@ -58,7 +58,9 @@ def from_transformers(model: Any, batch: Fields | None = None) -> Model:
                         hint="call its gradient_checkpointing_disable(); a pipeline recomputes: Cut(4, recompute=1)")
     try:
         with torch.no_grad():
-            return _cut(model.eval(), {field: values[[0, -1]].to(model.device) for field, values in batch.items()})
+            found = _cut(model.eval(), {field: values[[0, -1]].to(model.device) for field, values in batch.items()})
+            found.unread = frozenset(known.keys() - batch.keys())
+            return found
     except Exception as error:
         raise UserError(f"{name} cannot be cut between its blocks: {type(error).__name__}: {error}",
                         hint="write its layers, about thirty lines: docs/jobs.md#a-class-of-transformers") from error

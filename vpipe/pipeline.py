@@ -185,7 +185,8 @@ class Pipeline:
         if ranks > len(model):
             raise UserError(f"ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
                             hint=f"plan for at most {len(model)} ranks")
-        loader = MicrobatchLoader(iter([batch]), microbatches or 1, model.batch, lambda microbatch: 1)
+        loader = MicrobatchLoader(iter([batch]), microbatches or 1, model.batch, lambda microbatch: 1,
+                                  unread=model.unread)
         if not loader.has(0):
             assert loader.error is not None, "there is a batch"
             raise loader.error

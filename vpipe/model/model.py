@@ -63,6 +63,9 @@ class Model:
     exact: frozenset[str] = frozenset()
     """Fields that only a loss in fp32 reads: ``bf16_pure`` does not round them."""
 
+    unread: frozenset[str] = frozenset()
+    """Fields that a batch may not have: its layers, made for batches without them, would ignore them."""
+
     NO_LABEL = -100
     """Label of a token after which there is none to learn."""
 

@@ -84,7 +84,7 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "process_bytes" or value}
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Prediction:

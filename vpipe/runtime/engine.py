@@ -73,7 +73,7 @@ class Engine:
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
                  world: DeviceMap, surroundings: Surroundings) -> None:
         self.surroundings = surroundings
-        self._description, self._fields = description, model.batch
+        self._description, self._fields, self._unread = description, model.batch, model.unread
         self._labels, self._label_weights, self._losses_checked = model.labels, model.label_weights, set[bool]()
         self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
         distributed = len(world.lanes.own) > 1
@@ -700,7 +700,7 @@ class Engine:
                                 self._device if self.schedule.stream or not training else None, comparison, lanes,
                                 counted, weigh, self._over_lanes if training else list, slices=slices,
                                 by_label=not training or self._counted is not None, equal=training,
-                                read=self._calling(next, "the iterator of batches"))
+                                read=self._calling(next, "the iterator of batches"), unread=self._unread)
 
     def _weigh(self, labels: str, training: bool) -> Weigh:
         """Return how much each label counts, as the model says, or now its loss; let the first losses be checked."""

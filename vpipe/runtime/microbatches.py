@@ -117,11 +117,11 @@ class MicrobatchLoader:
                  comparison: BatchChecker | None = None, lanes: CompareLanes | None = None, labels: str | None = None,
                  weigh: Weigh = CLASSES_ALIKE, over_lanes: Callable[[list[float]], list[float]] = list, *,
                  slices: int = 1, by_label: bool = True,
-                 equal: bool = True, read: Callable[..., Any] = next) -> None:
+                 equal: bool = True, read: Callable[..., Any] = next, unread: frozenset[str] = frozenset()) -> None:
         self.batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._used, self._copy_to, self._comparison = used, copy_to, comparison
         self._next, self._equal, self._lanes, self.labels, self._over_lanes = read, equal, lanes, labels, over_lanes
-        self._weigh = weigh
+        self._weigh, self._unread = weigh, unread
         self.slices, self._by_label = slices, by_label
         self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
@@ -300,6 +300,9 @@ class MicrobatchLoader:
         if missing:
             raise UserError(f"a batch holds {sorted(batch, key=str)}, but not {missing}",
                             hint=f"give every batch the fields {list(self._fields)}")
+        if others := self._unread & batch.keys():
+            raise UserError(f"a batch holds '{min(others)}', which layers made for batches without it do not read",
+                            hint=f"make the layers from an example with '{min(others)}', or leave it out of batches")
         tensors = {name: batch[name] for name in self._fields}
         for name, value in tensors.items():
             if not isinstance(value, Tensor):

@@ -59,8 +59,8 @@ def test_a_run_on_two_hosts_in_containers(here: Path, capfd: pytest.CaptureFixtu
     job = Job.from_config(load_config(config))
     check_updates(run, 4)
     assert losses(run) == oracle(job, 4).losses
-    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "rank0.log", "rank1.log",
-                                                          "rank_times.jsonl", "run.json", "summary.csv"]
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "origin.json", "rank0.log",
+                                                          "rank1.log", "rank_times.jsonl", "run.json", "summary.csv"]
     assert "stages [1]" in (run / "rank1.log").read_text()
     assert "rank 1 has ended" in (run / "rank1.log").read_text()
     started = sorted((here / "record").read_text().splitlines())

@@ -69,7 +69,7 @@ def test_a_run(tmp_path: Path, changes: dict[str, Any], capfd: pytest.CaptureFix
     assert len(evaluated) == (2 if job.config.training.evaluate_every else 1)
     assert load_config(run / "config.yaml") == job.config
     assert sorted(path.name for path in run.iterdir()) == sorted(
-        ["config.yaml", "metrics.jsonl", "rank_times.jsonl", "run.json", "summary.csv",
+        ["config.yaml", "metrics.jsonl", "origin.json", "rank_times.jsonl", "run.json", "summary.csv",
          *(f"rank{rank}.log" for rank in range(stages))])
     for rank in range(stages):
         log = (run / f"rank{rank}.log").read_text()

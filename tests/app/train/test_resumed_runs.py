@@ -188,8 +188,8 @@ def test_files_of_earlier_attempts_are_kept_apart(tmp_path: Path) -> None:
         file.write('{"step": 8, "lo')
     go_on(run, "training.max_steps=4", at=3)
     earlier = run / "earlier" / "1"
-    assert sorted(os.listdir(earlier)) == ["config.yaml", "metrics.jsonl", "rank1.failure.json", "rank_times.jsonl",
-                                           "summary.csv", "trace"]
+    assert sorted(os.listdir(earlier)) == ["config.yaml", "metrics.jsonl", "origin.json", "rank1.failure.json",
+                                           "rank_times.jsonl", "summary.csv", "trace"]
     assert "max_steps: 8" in (earlier / CONFIG).read_text()
     assert "max_steps: 4" in (run / CONFIG).read_text()
     assert len((earlier / "metrics.jsonl").read_text().splitlines()) == 14

@@ -28,7 +28,7 @@ CONFIGS = Path("configs")
 
 CSV, PAGE = "comparison.csv", "comparison.html"
 
-UNSAVED = ("checkpoint={at_end: false}",)
+UNSAVED = ("checkpoint={at_end: false, every_minutes: null}",)
 """What the runs do otherwise than those of ``vpipe train``, unless ``--set`` says so: they save no checkpoints."""
 
 
