@@ -141,5 +141,5 @@ def test_what_is_no_model_of_transformers_or_has_no_loss_is_refused() -> None:
 
 def test_a_batch_with_a_field_that_the_example_lacks_is_refused() -> None:
     pipe = Pipeline(from_transformers(model_of("BertForMaskedLM")), partial(torch.optim.SGD, lr=1.0), stages=2)
-    with pytest.raises(UserError, match="a batch holds 'attention_mask', which the layers"):
+    with pytest.raises(UserError, match="a batch holds 'attention_mask', which layers made"):
         list(pipe.train([batch_of() | {"position": torch.zeros(8)}]))
