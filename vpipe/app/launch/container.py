@@ -51,7 +51,7 @@ class Container:
             UserError: no program on the path runs images, or there is no image.
         """
         image = config.container
-        if not image or inside_container():
+        if not image or any(os.environ.get(name) for name in INSIDE):
             return None
         program = next(filter(None, map(shutil.which, PROGRAMS)), None)
         if program is None:
@@ -78,11 +78,6 @@ class Container:
         binds = [part for path in _outermost([*self.bound, *bound]) for part in ("--bind", str(path))]
         return [self.program, "exec", *(["--nv"] if self.gpus else []), *binds, "--pwd", os.getcwd(), self.image,
                 *command]
-
-
-def inside_container() -> bool:
-    """Return whether this process runs in an image."""
-    return any(os.environ.get(name) for name in INSIDE)
 
 
 def _bound(config: Config) -> list[Path]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
@@ -20,9 +20,9 @@ from vpipe.distributed import Fault, watch
 from vpipe.errors import Problem, RunError, UserError, VpipeError
 
 
-@dataclass
-class _Report:
-    """A report as :func:`write_report` writes it."""
+@dataclass(frozen=True)
+class Report:
+    """Why a rank failed, for its launcher."""
 
     rank: int
     time: float
@@ -35,54 +35,48 @@ class _Report:
     frames: str
 
 
-_REPORT = TypeAdapter(_Report)
-
-
-def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
+def write_report(folder: Path, rank: int, error: VpipeError) -> Report:
     """Write the report of a rank that fails, for its launcher, and return it; printed if the disk is full."""
     watchdog = watch.watchdog
     fault = None if watchdog is None else watchdog.fault
     blames = isinstance(error, RunError) and error.peer is not None if fault is None else \
         not (fault.reported and rank in fault.ranks)
     if isinstance(error, UserError):
-        problems = [[p.what, p.hint, p.where] for p in error.problems]
+        problems = [(p.what, p.hint, p.where) for p in error.problems]
         if not isinstance(error, StartError):  # what the user could mend before the run was found before: it has failed
             what, hint, where = problems[0]
             me = f"rank {rank}" if watchdog is None else watchdog.place(rank)
-            problems = [[f"{me}: {what}" + (f" ({where})" if where else ""), hint, None]]
+            problems = [(f"{me}: {what}" + (f" ({where})" if where else ""), hint, None)]
     else:
         assert isinstance(error, RunError)
         logs = _logs(fault, folder) if blames and fault is not None else "" if error.__cause__ is None else \
             f"; the traceback is in {log_path(folder, rank)}"
-        problems = [[error.located, error.hint + logs, None]]
-    report = {"rank": rank, "time": time.time(), "blames": blames, "fault": None if fault is None else asdict(fault),
-              "reporter": watchdog is None or watchdog.is_reporter, "starting": isinstance(error, StartError),
-              "lasting": isinstance(error, (LastingError, UserError)), "problems": problems,
-              "frames": error.frames}
+        problems = [(error.located, error.hint + logs, None)]
+    report = Report(rank, time.time(), blames, fault, watchdog is None or watchdog.is_reporter,
+                    isinstance(error, StartError), isinstance(error, (LastingError, UserError)), problems, error.frames)
     try:
-        files.replace_text(failure_path(folder, rank), json.dumps(report))  # the watchdog may write one, too
+        files.replace_text(failure_path(folder, rank), json.dumps(asdict(report)))  # the watchdog may write one, too
     except OSError:
         print(error, file=sys.stderr, flush=True)
     return report
 
 
-def read_report(folder: Path, rank: int) -> dict[str, Any] | None:
+def read_report(folder: Path, rank: int) -> Report | None:
     """Return the report of a rank; None without one, or if it is damaged or of another vpipe."""
     try:
-        return asdict(_REPORT.validate_json(failure_path(folder, rank).read_bytes()))
+        return TypeAdapter(Report).validate_json(failure_path(folder, rank).read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def read_reports(folder: Path) -> list[tuple[dict[str, Any], Fault | None]]:
-    """Return the reports of a run, each with the failure that its rank knows, in the order in which they are believed:
-    those of ranks that failed by themselves first, then that of the rank which reports for others, then by time.
+def read_reports(folder: Path) -> list[Report]:
+    """Return the reports of a run in the order in which they are believed: those of ranks that failed by themselves
+    first, then that of the rank which reports for others, then by time.
     """
     ranks = (int(path.name[4:].partition(".")[0]) for path in folder.glob("rank*.failure.json")
              if path.name[4:].partition(".")[0].isdecimal())
-    reports = sorted((report for rank in ranks if (report := read_report(folder, rank)) is not None),
-                     key=lambda report: (report["blames"], not report["reporter"], report["time"]))
-    return [(report, report["fault"] and Fault.from_message(report["fault"])) for report in reports]
+    return sorted((report for rank in ranks if (report := read_report(folder, rank)) is not None),
+                  key=lambda report: (report.blames, not report.reporter, report.time))
 
 
 @dataclass(frozen=True)
@@ -137,13 +131,12 @@ def find_failure(folder: Path, describe: Callable[[int], str], ends: Mapping[int
         ends: of ranks, as their starter sees them; those that have reported why they end are left out.
     """
     reports = read_reports(folder)
-    told = {report["rank"] for report, _ in reports}
-    found = cause([fault for _, fault in reports if fault is not None],
+    told = {report.rank for report in reports}
+    found = cause([report.fault for report in reports if report.fault is not None],
                   {rank: end for rank, end in ends.items() if rank not in told})
-    for report, fault in reports:
-        what = report["problems"][0][0]
-        if found is None or (fault is None and not report["blames"]) or \
-                (found.reported and report["rank"] in found.ranks):
+    for report in reports:
+        fault, what = report.fault, report.problems[0][0]
+        if found is None or (fault is None and not report.blames) or (found.reported and report.rank in found.ranks):
             return reported_error(report)
         if fault is not None and fault.ranks == found.ranks and fault.what in what:  # and what this rank was doing
             return RunError(what.replace(fault.what, found.what, 1), hint=found.hint + _logs(found, folder))
@@ -154,11 +147,11 @@ def _logs(fault: Fault, folder: Path) -> str:
     return f"; log{'s' * (len(fault.ranks) > 1)}: {', '.join(str(log_path(folder, rank)) for rank in fault.ranks)}"
 
 
-def reported_error(report: Mapping[str, Any]) -> RunError | UserError:
+def reported_error(report: Report) -> RunError | UserError:
     """Return the error of a report: the failure of the run, or a mistake found before it trained."""
-    if report["starting"]:
-        return UserError.all_of([Problem(*problem) for problem in report["problems"]])
-    what, hint, _ = report["problems"][0]
-    error = (LastingError if report["lasting"] else RunError)(what, hint=hint)
-    error.frames = report["frames"]
+    if report.starting:
+        return UserError.all_of([Problem(*problem) for problem in report.problems])
+    what, hint, _ = report.problems[0]
+    error = (LastingError if report.lasting else RunError)(what, hint=hint)
+    error.frames = report.frames
     return error

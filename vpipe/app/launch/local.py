@@ -280,7 +280,7 @@ def _failed(statuses: Mapping[int, int | None], folder: Path, asked: bool) -> bo
     if not asked:
         return bool(bad)
     reports = {rank: read_report(folder, rank) for rank in bad if statuses[rank] not in ENDED}
-    return any(report is None or not report["blames"] for report in reports.values())
+    return any(report is None or not report.blames for report in reports.values())
 
 
 def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
@@ -316,8 +316,8 @@ def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[Remo
 
 def _dying(statuses: Mapping[int, int | None], folder: Path) -> bool:
     """Return whether other ranks found one dead whose exit status has yet to come: a system may take long to end it."""
-    return any(statuses.get(rank, 0) is None for _, fault in read_reports(folder) if fault is not None
-               and fault.is_death for rank in fault.ranks)
+    faults = [report.fault for report in read_reports(folder) if report.fault is not None]
+    return any(statuses.get(rank, 0) is None for fault in faults if fault.is_death for rank in fault.ranks)
 
 
 def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None]:

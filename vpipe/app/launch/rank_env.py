@@ -121,7 +121,6 @@ class HostRanks:
         task: what the ranks do; see :mod:`vpipe.app.launch.rank_main`.
         host: its name for messages; None when it is the only one.
         container: the image that ranks run in; None without one.
-        python: runs the ranks without one.
         interface_found: whether nobody chose the interface; then this process's environment may.
         run: what tells it from another run at the same port.
         secret: by which its ranks let each other in.
@@ -138,7 +137,6 @@ class HostRanks:
     task: Sequence[str] = ("train",)
     host: str | None = None
     container: Container | None = None
-    python: str = sys.executable
     interface_found: bool = False
     run: str = field(default_factory=lambda: token_hex(4))
     secret: str = field(default_factory=lambda: token_hex(16), repr=False)
@@ -156,7 +154,7 @@ class HostRanks:
         """Return what every rank runs; ``folder`` tells it the rest."""
         worker = ["-m", "vpipe.app.launch.rank_main", str(folder), *self.task]
         if self.container is None:
-            return [self.python, *worker]
+            return [sys.executable, *worker]
         read = [Path(word) for word in self.task if os.path.isabs(word)]  # the checkpoint to go on from
         met = [] if self.meeting is None else [Path(self.meeting)]
         return self.container.wrapped(["python3", *worker],

@@ -47,14 +47,6 @@ class Failure:
     step: int | None
     checkpoint: str
 
-    def repeats(self, other: Failure) -> bool:
-        """Return whether the other failure was the same, from the same checkpoint at the same step.
-
-        What the rank that reports was doing, after a semicolon, does not count.
-        """
-        return (self.what.partition(";")[0], self.step, self.checkpoint) == (
-            other.what.partition(";")[0], other.step, other.checkpoint)
-
 
 def give_up_reason(failures: Sequence[Failure], restarts: int | None) -> str | None:
     """Return why no attempt follows these failures of a run, the last one of which is new; None when one does.
@@ -62,7 +54,9 @@ def give_up_reason(failures: Sequence[Failure], restarts: int | None) -> str | N
     Args:
         restarts: how many there may be; None leaves that to who starts the ranks.
     """
-    if len(failures) > 1 and failures[-1].repeats(failures[-2]):
+    # What the rank that reports was doing, after a semicolon, does not count.
+    latest = [(failure.what.partition(";")[0], failure.step, failure.checkpoint) for failure in failures[-2:]]
+    if len(failures) > 1 and latest[0] == latest[1]:
         step = failures[-1].step
         return "the same failure came twice in a row " + ("before the first step" if step is None else
                                                          f"after step {step}") + ", so it would come again"
