@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from golden import assert_golden, refusal
 from torch import Tensor, nn
 
-from vpipe.app.families.bert import BertConfig, bert, bert_from_settings, config_from_settings
+from vpipe.app.families.bert import KEYS, BertConfig, bert, bert_from_settings, config_from_settings
 from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import UserError
 from vpipe.model.model import Model
 
 SMALL = BertConfig(vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
                    max_position_embeddings=16)
+
+
+def preset_of(name: str, **overrides: Any) -> BertConfig:
+    return BertConfig(**KEYS.merge(BertConfig, name, overrides, {}))
 
 
 def batch_of(config: BertConfig, samples: int = 3, length: int = 11, predictions: int = 4) -> dict[str, Tensor]:
@@ -99,7 +104,7 @@ def parameters(modules: nn.ModuleDict) -> int:
     ("tiny", 5, 4_433_468), ("mini", 9, 11_267_900), ("small", 9, 29_058_876), ("medium", 17, 41_668_412),
     ("base", 25, 110_106_428), ("large", 49, 336_226_108)])
 def test_presets_have_the_published_sizes(preset: str, layers: int, count: int) -> None:
-    config = BertConfig.preset(preset)
+    config = preset_of(preset)
     model = bert(config)
     assert len(model) == layers
     with torch.device("meta"):
@@ -155,7 +160,7 @@ def test_each_dropout_acts_by_itself(name: str) -> None:
 
 
 def test_initialisation_is_berts_and_depends_on_the_seed_alone() -> None:
-    model = bert(BertConfig.preset("tiny"))
+    model = bert(preset_of("tiny"))
     torch.manual_seed(0)
     weights = model.materialize(seed=3).state_dict()
     torch.manual_seed(99)
@@ -189,16 +194,16 @@ MISTAKES: list[dict[str, object]] = [
 
 
 def test_config_mistakes() -> None:
-    assert_golden(__file__, "mistakes", [refusal(BertConfig.preset, "mini", **wrong) for wrong in MISTAKES])
+    assert_golden(__file__, "mistakes", [refusal(preset_of, "mini", **wrong) for wrong in MISTAKES])
 
 
 def test_all_mistakes_at_once_and_unknown_preset() -> None:
     with pytest.raises(UserError) as error:
-        BertConfig.preset("mini", hidden_size=None, num_attention_heads=0)
+        preset_of("mini", hidden_size=None, num_attention_heads=0)
     assert [problem.what for problem in error.value.problems] == ["BERT's hidden_size is None",
                                                                   "BERT's num_attention_heads is 0"]
     with pytest.raises(UserError, match=r"BERT has no preset 'lage'\nhint: did you mean 'large'\?"):
-        BertConfig.preset("lage")
+        preset_of("lage")
 
 
 def sizes(model: Model) -> tuple[int, int]:

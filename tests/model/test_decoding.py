@@ -166,7 +166,7 @@ def test_a_model_with_a_layer_without_step_computes_whole_forwards() -> None:
 
 
 def test_a_model_of_masked_words_continues_nothing() -> None:
-    model = bert(BertConfig.preset("tiny", vocab_size=40, hidden_size=16, max_position_embeddings=16))
+    model = bert(BertConfig(40, 16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16))
     with pytest.raises(UserError, match="does not predict the next token"):
         TextDecoder(model, model.materialize(0), 16)
 

@@ -130,11 +130,6 @@ class BertConfig:
     def __post_init__(self) -> None:
         KEYS.check(self, "hidden_size num_attention_heads")
 
-    @classmethod
-    def preset(cls, name: str, **overrides: Any) -> BertConfig:
-        """Return the published sizes ``tiny`` to ``large`` with single fields replaced. Raises UserError for others."""
-        return cls(**KEYS.merge(cls, name, overrides, {}))
-
     @property
     def inner(self) -> int:
         """Return the width of the MLP."""

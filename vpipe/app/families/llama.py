@@ -78,10 +78,6 @@ class RopeScaling:
                             hint=f"it must give {', '.join(names)}: numbers above 0, the second below the third")
         return cls(**given)
 
-    def as_config(self) -> dict[str, object]:
-        """Return the value for a ``config.json``."""
-        return {"rope_type": LLAMA3, **vars(self)}
-
 
 SILENT = frozenset({
     "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path", "bos_token_id",
@@ -183,11 +179,6 @@ class LlamaConfig(Mixture):
         """Return the width of the MLP."""
         return -(-8 * self.hidden_size // 3 // 256) * 256 if self.intermediate_size is None else self.intermediate_size
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        """Return whether the weights of a token's experts do."""
-        return True
-
 
 def config_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> LlamaConfig:
     """Merge the preset, ``overrides`` (the contents of a ``config.json``) and the settings' fields; the later wins.
@@ -242,7 +233,7 @@ def huggingface_config(of: type[LlamaConfig], settings: ModelSettings) -> dict[s
     computed = {key: of.keys.fixed[key] for key in ("hidden_act", *of.absent) if key in of.keys.fixed}
     return {**config.written(), **computed, "intermediate_size": config.inner, "num_key_value_heads": config.groups,
             "head_dim": config.head_size, "bos_token_id": None, "eos_token_id": None,
-            "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.as_config()}
+            "rope_scaling": config.rope_scaling and {"rope_type": LLAMA3, **vars(config.rope_scaling)}}
 
 
 # (ours, theirs) below a layer, without .weight; in Hugging Face's order.
@@ -457,7 +448,7 @@ def _mlp(config: LlamaConfig) -> nn.Module:
     return Experts(LlamaRMSNorm(config), _linear(config.hidden_size, config.num_local_experts, config),
                    (SwiGlu(config) for _ in range(config.num_local_experts)), nn.Identity(),
                    per_token=config.num_experts_per_tok, weight=config.router_aux_loss_coef / config.num_hidden_layers,
-                   sum_to_one=config.weights_sum_to_one)
+                   sum_to_one=getattr(config, "norm_topk_prob", True))
 
 
 def _head(config: LlamaConfig) -> NextTokenHead:

@@ -135,10 +135,6 @@ class Qwen3MoeConfig(LlamaConfig):
         return -(-3 * self.hidden_size // 8 // 64) * 64 if self.moe_intermediate_size is None else (
             self.moe_intermediate_size)
 
-    @property
-    def weights_sum_to_one(self) -> bool:
-        return self.norm_topk_prob
-
     def written(self) -> dict[str, Any]:
         """Return all fields; the number of experts also as published files have it."""
         return {**super().written(), "moe_intermediate_size": self.inner, "num_experts": self.num_local_experts}

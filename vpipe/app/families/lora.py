@@ -100,14 +100,15 @@ def to_peft(weights: Mapping[str, Tensor], lora: LoraSettings, names: Mapping[st
         transposed: ends of the names of matrices that are stored there as [inputs, outputs].
         causal: whether the model there predicts the next token.
     """
-    if any(".experts." in name or ".router." in name for name in weights if is_adapter(name)):
+    adapters = {name: name.rpartition(".lora_") for name in weights if is_adapter(name)}
+    if any(".experts." in name or ".router." in name for name in adapters):
         raise UserError("adapters of experts and their router have no modules of their own in transformers",
                         hint="choose model.lora.targets in attention, or export --format huggingface, which adds the "
                              "adapters to the weights")
     modules = {ours.rpartition(".")[0]: theirs.rpartition(".")[0] for theirs, ours in names.items()}
-    tensors = {f"base_model.model.{_their_name(name, modules)}": tensor for name, tensor in weights.items()
-               if is_adapter(name)}
-    adapted = {modules[name.rpartition(".lora_")[0]] for name in weights if is_adapter(name)}
+    tensors = {f"base_model.model.{modules[module]}.lora_{kind.replace('.default', '')}": weights[name]
+               for name, (module, _, kind) in adapters.items()}
+    adapted = {modules[module] for module, *_ in adapters.values()}
     turned = {f"{module}.weight".endswith(transposed) for module in adapted} if transposed else {False}
     if len(turned) > 1:
         raise UserError("the adapters are of matrices that Hugging Face stores as [inputs, outputs] and of others, for "
@@ -124,11 +125,6 @@ def _shortest(adapted: Collection[str], modules: Iterable[str]) -> list[str]:
     words = {module.rpartition(".")[2] for module in adapted}
     alone = all(module in adapted or module.rpartition(".")[2] not in words for module in modules)
     return sorted(words if alone else adapted)
-
-
-def _their_name(name: str, modules: Mapping[str, str]) -> str:
-    module, _, kind = name.rpartition(".lora_")
-    return f"{modules[module]}.lora_{kind.replace('.default', '')}"
 
 
 def from_peft(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

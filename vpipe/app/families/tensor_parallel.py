@@ -141,15 +141,12 @@ def norm_along(dim: int) -> Split:
 
 def gathered(module: nn.Module, at: TensorMesh) -> nn.Module:
     """Do as :func:`norm`, and gather what comes out, once for all that read it; also of an ``nn.Identity``."""
-    distribute_module(module, at.mesh, _replicate, _input(at.between), lambda module, output, mesh: at.whole(output))
-    return module
+    return _replicated(module, at, at.between, at.whole)
 
 
 def plain_gathered(module: nn.Module, at: TensorMesh) -> nn.Module:
     """Do as :func:`gathered`, for a layer that computes with plain tensors and adds ranks' parts itself."""
-    distribute_module(module, at.mesh, _replicate, _input(at.between),
-                      lambda module, output, mesh: _to_plain(at, output))
-    return module
+    return _replicated(module, at, at.between, partial(_to_plain, at))
 
 
 def added(module: nn.Identity, at: TensorMesh) -> nn.Module:
@@ -206,8 +203,12 @@ def _styled(module: nn.Module, at: TensorMesh, style: ParallelStyle) -> nn.Modul
     return module
 
 
-def _replicated(module: nn.Module, at: TensorMesh, placement: Placement) -> nn.Module:
-    distribute_module(module, at.mesh, _replicate, _input(placement), lambda module, output, mesh: output.to_local())
+def _replicated(module: nn.Module, at: TensorMesh, placement: Placement,
+                made: Callable[[DTensor], Tensor] = DTensor.to_local) -> nn.Module:
+    """Give every rank all parameters of a module that reads what is placed so, and return ``made`` of what it writes.
+    """
+    distribute_module(module, at.mesh, _replicate, lambda module, inputs, mesh: _placed(inputs[0], mesh, placement),
+                      lambda module, output, mesh: made(output))
     return module
 
 
@@ -219,10 +220,6 @@ def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
 def _distribute(module: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> None:
     module.register_parameter(name, nn.Parameter(
         distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)))
-
-
-def _input(placement: Placement) -> Callable[[nn.Module, tuple[Tensor, ...], DeviceMesh], Tensor]:
-    return lambda module, inputs, mesh: _placed(inputs[0], mesh, placement)
 
 
 def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:

@@ -121,7 +121,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     name = next((name for name in _FILES if (folder / name).is_file()), None)
     if name is None:
         raise UserError(f"there are no weights in '{folder}'", hint=f"looked for {', '.join(_FILES)}")
-    read = read_safetensors if name.startswith(WEIGHTS) else read_torch
+    read = read_safetensors if name.startswith(WEIGHTS) else lambda path: tensors_of(load_torch(path), path)
     if not name.endswith(".index.json"):
         return read(folder / name)
     index = files.read_json(folder / name, MOST_BYTES, "the list of the files that hold the weights",
@@ -154,11 +154,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, str(error)) from None
 
 
-def read_torch(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a state dict that ``torch.save`` wrote; names of nested dicts are joined by dots."""
-    return tensors_of(load_torch(path), path)
-
-
 def load_torch(path: Path) -> Any:
     """Return what ``torch.save`` wrote. Raises UserError for more than tensors and plain values: no code is run."""
     try:
@@ -178,7 +173,10 @@ def load_torch(path: Path) -> Any:
 
 
 def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a state dict in its order. Raises UserError when it holds anything else."""
+    """Return the tensors of a state dict in its order; names of nested dicts are joined by dots.
+
+    Raises UserError when it holds anything else.
+    """
     if not isinstance(content, Mapping):
         raise UserError(f"{inside or 'the content'} of '{path}' is of kind {type(content).__name__}",
                         hint="a dict of names and tensors is needed, as state_dict() gives it")

@@ -48,7 +48,7 @@ def test_a_run_ends_with_its_prompts_continued_before_and_after(tmp_path: Path,
 
 
 def test_a_mask_has_probabilities_of_words_at_its_place() -> None:
-    model = bert(BertConfig.preset("tiny", vocab_size=40, hidden_size=16, max_position_embeddings=16))
+    model = bert(BertConfig(40, 16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16))
     found_pv = fill_masks(model, model.materialize(3).eval(), [2, 4, 9, 4, 3], [1, 3], 38)
     assert found_pv.shape == (2, 38)
     assert torch.allclose(found_pv.sum(1), torch.ones(2, dtype=found_pv.dtype))
