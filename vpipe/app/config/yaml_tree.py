@@ -104,11 +104,9 @@ class Tree:
 
     def at(self, keys: Keys) -> Tree:
         """Return the part of this tree at ``keys``, which must exist, with its places."""
-        value = self.value
-        for key in keys:
-            value = value[key]
         size = len(keys)
-        return Tree(value, {found[size:]: place for found, place in self.places.items() if found[:size] == keys})
+        places = {found[size:]: place for found, place in self.places.items() if found[:size] == keys}
+        return Tree(self.get(keys), places)
 
     def put(self, keys: Keys, part: Tree) -> None:
         """Set ``part`` at ``keys``, replacing what was there; missing mappings are created."""
@@ -168,18 +166,13 @@ def dotted(name: str, keys: Keys) -> str:
     return name
 
 
-def read_yaml(path: Path) -> Tree:
-    """Read the YAML file at ``path``, which must hold a mapping."""
-    return _read(path, "YAML", MOST_BYTES, MOST_VALUES)
-
-
 def read_json_tree(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Tree:
     """Read the JSON file at ``path``, which must hold an object, with at most so many bytes and values.
 
     JSON is read as YAML, for its positions. Tabs between tokens, which YAML refuses, become spaces: no JSON string has
     a bare tab.
     """
-    return _read(path, "JSON", most_bytes, most_values)
+    return read_yaml(path, most_bytes, most_values, "JSON")
 
 
 def parse(text: str, name: str, where: str) -> Tree:
@@ -195,7 +188,8 @@ def write(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
 
-def _read(path: Path, language: str, most_bytes: int, most_values: int) -> Tree:
+def read_yaml(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES, language: str = "YAML") -> Tree:
+    """Read the YAML file at ``path``, which must hold a mapping; ``language``: as messages call the file's."""
     try:
         text = files.read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
     except FileNotFoundError:
