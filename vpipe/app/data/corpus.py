@@ -20,19 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vpipe.app.data import tokenizers
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state
 from vpipe.app.data.dataset import SPLITS, Dataset, DatasetSettings, Split
 from vpipe.app.data.epoch import POSITIONS, Array, TokenDataset, first_samples, samples_in
-from vpipe.app.data.tokenizers import (
-    DEFAULT_VOCAB_SIZE,
-    end_token,
-    ids_in,
-    load_with_end,
-    model_vocab_size,
-    save_tokenizer,
-    token_ids,
-    train_byte_bpe,
-)
 from vpipe.app.progress import progress
 from vpipe.errors import UserError, counted
 from vpipe.plugins import PluginGroup
@@ -214,16 +205,16 @@ def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None 
 def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) -> dict[str, Any]:
     """Write the tokens of both splits and the tokenizer; return the entries of the manifest."""
     divided = SplitCorpus.build(corpus)
-    tokenizer = load_with_end(given) if given is not None else train_byte_bpe(
-        divided.texts("train"), DEFAULT_VOCAB_SIZE if vocab_size == -1 else vocab_size,
+    tokenizer = tokenizers.load_with_end(given) if given is not None else tokenizers.train_byte_bpe(
+        divided.texts("train"), tokenizers.DEFAULT_VOCAB_SIZE if vocab_size == -1 else vocab_size,
         total=divided.counts["documents"])
-    words, ending = ids_in(tokenizer), end_token(tokenizer)
+    words, ending = tokenizers.ids_in(tokenizer), tokenizers.end_token(tokenizer)
     assert ending is not None, "no token ends a text"
     end = ending[1]
-    size = model_vocab_size(vocab_size, words, given)
+    size = tokenizers.model_vocab_size(vocab_size, words, given)
     dtype = np.dtype("uint16" if words <= 1 << 16 else "uint32")
     counts = dict(divided.counts)
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    tokenizers.save_tokenizer(tokenizer, folder / "tokenizer.json")
     tokenizer.encode_special_tokens = True  # a text that spells such a token means its letters
     for split in SPLITS:
         texts = iter(progress(divided.texts(split), f"tokenizing for {'training' if split == 'train' else split}",
@@ -233,7 +224,7 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
             while batch := list(islice(texts, _TEXTS_AT_ONCE)):
                 documents += len(batch)
                 size_bytes += sum(len(text.encode()) for text in batch)
-                for ids in token_ids(tokenizer, batch):
+                for ids in tokenizers.token_ids(tokenizer, batch):
                     file.write(np.array([*ids, end], dtype).tobytes())
                     tokens += len(ids) + 1
         counts |= {f"{split}_documents": documents, f"{split}_tokens": tokens, f"{split}_bytes": size_bytes}

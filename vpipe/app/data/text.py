@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vpipe.app.data import tokenizers
 from vpipe.app.data.bert_samples import (
     STORAGE,
     Samples,
@@ -36,13 +37,6 @@ from vpipe.app.data.epoch import LABELS, Array, ArrayDataset, first_samples
 from vpipe.app.data.local_corpus import PROSE_PACKAGES, Sentences, machine_prose
 from vpipe.app.data.plain_text import read_blocks, read_documents, text_files
 from vpipe.app.data.registry import register_dataset
-from vpipe.app.data.tokenizers import (
-    DEFAULT_VOCAB_SIZE,
-    load_wordpiece,
-    model_vocab_size,
-    save_tokenizer,
-    train_wordpiece,
-)
 from vpipe.errors import UserError, counted
 from vpipe.plugins import PluginGroup
 
@@ -103,16 +97,17 @@ def build_corpus(wanted: BertTextSettings) -> BertCorpus:
     documents = machine_prose(wanted.packages) if wanted.text is None else read_documents(wanted.text)
     train, test = split_documents(documents)
     if wanted.tokenizer is not None:
-        tokenizer = load_wordpiece(wanted.tokenizer)
+        tokenizer = tokenizers.load_wordpiece(wanted.tokenizer)
     else:
-        tokenizer = train_wordpiece(train, DEFAULT_VOCAB_SIZE if wanted.vocab_size == -1 else wanted.vocab_size)
+        size = tokenizers.DEFAULT_VOCAB_SIZE if wanted.vocab_size == -1 else wanted.vocab_size
+        tokenizer = tokenizers.train_wordpiece(train, size)
     samples = {split: make_samples(part, tokenizer, sequence_length=wanted.sequence_length,
                                    max_predictions=wanted.predictions, seed=wanted.seed)
                for split, part in zip(SPLITS, (train, test), strict=True)}
     counts = {"documents": len(documents), "test_documents": len(test), "sentences": sum(map(len, documents)),
               "words": sum(len(sentence.split()) for document in documents for sentence in document),
               **{f"{split}_samples": len(fields["input_ids"]) for split, fields in samples.items()}}
-    vocab_size = model_vocab_size(wanted.vocab_size, tokenizer.get_vocab_size(), wanted.tokenizer)
+    vocab_size = tokenizers.model_vocab_size(wanted.vocab_size, tokenizer.get_vocab_size(), wanted.tokenizer)
     return BertCorpus(samples, tokenizer, vocab_size, counts)
 
 
@@ -166,7 +161,7 @@ def prepare_text(wanted: BertTextSettings, cache_directory: Path | None = None) 
 
 def _build(wanted: BertTextSettings, folder: Path) -> dict[str, Any]:
     corpus = build_corpus(wanted)
-    save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
+    tokenizers.save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
     for split, samples in corpus.samples.items():
         for name, array in samples.items():
             np.save(folder / f"{split}_{name}.npy", array, allow_pickle=False)

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vpipe.app import signals
 from vpipe.app.config.config import Config, parse_resolved
 from vpipe.app.errors import StartError
 from vpipe.app.imports import import_files, imported_files
@@ -32,15 +33,6 @@ from vpipe.app.launch.network import interface_towards
 from vpipe.app.launch.rank_env import check_gpus, check_neighbours, interface_variables, keep_memory_for, ranks_of
 from vpipe.app.launch.restart import Attempt, Starter, fitted
 from vpipe.app.progress import accept_any_text
-from vpipe.app.signals import (
-    PARENT_PIPE,
-    REPORT_S,
-    Stopped,
-    handle_signal,
-    handle_signals,
-    ignore_signals,
-    stopped_status,
-)
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, nothing_left
@@ -65,11 +57,11 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         (:func:`~vpipe.app.signals.status_after`).
     """
     accept_any_text()
-    handle_signals()
+    signals.handle_signals()
     _follow_launcher()
     rank = int(os.environ["RANK"])
 
-    def work() -> Stopped | None:
+    def work() -> signals.Stopped | None:
         import_files(imported_files())
         config = parse_resolved((folder / CONFIG).read_text())
         keep_memory_for(config)
@@ -91,8 +83,8 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     stopped, failure = _run_logged(work, folder, rank)
     if failure is not None:
         write_report(folder, rank, failure)
-    ignore_signals()
-    return failure.exit_status if failure is not None else stopped_status(rank, stopped)
+    signals.ignore_signals()
+    return failure.exit_status if failure is not None else signals.stopped_status(rank, stopped)
 
 
 def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None = None,
@@ -109,7 +101,7 @@ def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start:
         VpipeError: a failure that this rank reports.
         SystemExit: another rank reports it; or a signal ended the training, with a status on rank 0 that tells which.
     """
-    handle_signals(REPORT_S)
+    signals.handle_signals(signals.REPORT_S)
     try:
         _train_started(rank, config, start, restarts)
     except VpipeError as error:
@@ -118,7 +110,7 @@ def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start:
         time.sleep(REPORTED_S)
         raise SystemExit(error.exit_status) from None
     finally:
-        ignore_signals()
+        signals.ignore_signals()
 
 
 def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None,
@@ -166,7 +158,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
               + (f" on {len({host['host'] for host in hosts})} hosts" if several else "")
               + ("; machines is not used" if job.config.machines else ""), flush=True)
 
-    def work() -> Stopped | None:
+    def work() -> signals.Stopped | None:
         keep_memory_for(job.config)
         return train(job, folder, point)
 
@@ -181,7 +173,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         if stopped is None and (record := Starter.read(folder)) is not None:
             replace(record, ended=True).write(folder)
         print(f"run folder: {folder}", flush=True)
-    if status := stopped_status(rank.rank, stopped):
+    if status := signals.stopped_status(rank.rank, stopped):
         raise SystemExit(status)
 
 
@@ -353,7 +345,7 @@ def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | Non
     def ended(error: RunError) -> None:
         log.error("rank %d is ended in the middle of its work: %s", rank, error)
         write_report(folder, rank, error)
-        if PARENT_PIPE not in os.environ:  # no launcher reads the report
+        if signals.PARENT_PIPE not in os.environ:  # no launcher reads the report
             _print_if_reporter(error)
 
     watch.report = ended
@@ -395,13 +387,13 @@ class RankLog(logging.FileHandler):
 
 def _follow_launcher() -> None:
     """End at once when the launcher is gone, whatever this process waits for; handle the signals that it passes on."""
-    pipe, folder = os.environ.get(PARENT_PIPE), os.environ.get(RankEnvironment.MEETING)
+    pipe, folder = os.environ.get(signals.PARENT_PIPE), os.environ.get(RankEnvironment.MEETING)
     if pipe is None:
         return
 
     def wait() -> None:
         while number := os.read(int(pipe), 1):  # of a signal; nothing when the other end is closed
-            handle_signal(number[0])
+            signals.handle_signal(number[0])
         if folder:
             shutil.rmtree(folder, ignore_errors=True)  # the launcher would have
         os._exit(1)
