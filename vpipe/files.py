@@ -60,12 +60,12 @@ def replace_text(path: str | os.PathLike[str], text: str | bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    sync_folder(partial.parent)
+    sync(partial.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from vpipe.checkpoint.manifest import MANIFEST
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError
-from vpipe.files import replace_text, sync_folder
+from vpipe.files import replace_text, sync
 
 LATEST = "latest"
 """A file with the name of the newest checkpoint, for scripts and people."""
@@ -199,14 +199,14 @@ def replace_folder(partial: Path, final: Path) -> None:
     In between the older one is called ``<name>.old``, which is free, and counts. Raises OSError when that failed; what
     there was before is still there.
     """
-    sync_folder(partial)
+    sync(partial)
     old = final.with_name(f"{final.name}.old")
     replaced = final.exists()
     if replaced:
         final.rename(old)
     try:
         partial.rename(final)
-        sync_folder(final.parent)
+        sync(final.parent)
     except OSError:
         if replaced:
             recover(final)

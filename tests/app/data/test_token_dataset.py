@@ -15,7 +15,6 @@ from test_code_search_net import write
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from vpipe.app.data import code_search_net as data_set
-from vpipe.app.data import corpus as token_cache
 from vpipe.app.data.code_search_net import code_search_net
 from vpipe.app.data.corpus import Corpus, Document, prepare_tokens
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split, Tokenized
@@ -266,7 +265,7 @@ def test_nothing_is_left_where_the_disk_was_full(settings: DatasetSettings, tmp_
         path.write_text("{")
         raise OSError(ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(token_cache, "save_tokenizer", full)
+    monkeypatch.setattr("vpipe.app.data.tokenizers.save_tokenizer", full)
     with pytest.raises(UserError, match=r"preparing data in .*cache failed: .*No space left on device"):
         code_search_net(settings)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]

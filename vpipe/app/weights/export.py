@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from vpipe import Model
+from vpipe import Model, files
 from vpipe.app.families.lora import LoraSettings, to_peft
 from vpipe.app.families.registry import HuggingFace, ModelSettings
 from vpipe.app.weights import check_free
@@ -119,11 +119,11 @@ def _written(out: Path) -> Iterator[Path]:
         yield partial
         for path in partial.iterdir() if partial.is_dir() else (partial,):
             path.chmod(path.parent.stat().st_mode & 0o664)  # safetensors' writer lets only the owner read
-            _sync(path)
+            files.sync(path)
         if partial.is_dir():
-            _sync(partial)
+            files.sync(partial)
         partial.rename(out)
-        _sync(out.absolute().parent)
+        files.sync(out.absolute().parent)
     except (OSError, SafetensorError, RuntimeError) as error:  # the last two: of safetensors' and torch's writers
         why = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
         raise UserError(f"cannot write '{out}': {why}",
@@ -133,15 +133,6 @@ def _written(out: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
