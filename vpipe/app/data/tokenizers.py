@@ -6,6 +6,7 @@ Training is deterministic: equal texts give the same tokenizer.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,10 +98,7 @@ def train_wordpiece(documents: Iterable[Sequence[str]], vocab_size: int) -> Toke
 
     sentences = [sentence for document in documents for sentence in document]
     learner = untrained(models.WordPiece(unk_token=UNKNOWN))
-    counts: dict[str, int] = {}
-    for sentence in sentences:
-        for character in learner.normalizer.normalize_str(sentence):
-            counts[character] = counts.get(character, 0) + 1
+    counts = Counter(character for sentence in sentences for character in learner.normalizer.normalize_str(sentence))
     characters = [character for character in counts if not character.isspace()]
     alphabet = sorted(sorted(characters, key=lambda character: (-counts[character], character))[:_LARGEST_ALPHABET])
     # The trainer numbers "##c" in the order of a hash map that differs in every process, and breaks ties between
