@@ -8,11 +8,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from signal import SIGUSR1
 
 from vpipe.app.command_line import setting_words
-from vpipe.app.config.config import load_config
+from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import check_neighbours, ranks_of
 from vpipe.app.visualize.table import check_output
 from vpipe.errors import RunError, UserError, counted
@@ -25,11 +24,13 @@ def run_slurm(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.settings, started=True)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
     check_neighbours(config, [f"node {node}" for node in range(options.nodes) for _ in range(per_node)])
-    parallel, devices = config.parallel, [f"The {config.parallel.devices}."]
-    if parallel.device is None and not parallel.asks_for_gpus:
-        devices.append("The job requests no GPUs; with parallel.device: cuda it requests one per rank.")
-    nodes = Nodes(options.nodes, per_node, config.training.threads, parallel.asks_for_gpus, devices,
-                  options.partition, options.time, config.machines is not None, options.restarts)
+    if options.restarts is not None and options.restarts < 0:
+        raise UserError(f"--restarts is {options.restarts}", hint="give a whole number, 0 or more")
+    if options.time is not None and _TIME.fullmatch(options.time) is None:
+        raise UserError(f"--time is '{options.time}'", hint="write 30 (minutes), 2:00:00 or 1-12 (days-hours), as for "
+                        "sbatch")
+    if options.partition is not None and _PARTITION.fullmatch(options.partition) is None:
+        raise UserError(f"--partition is '{options.partition}'", hint="name one that sinfo shows")
     overrides = setting_words(options.settings)
     overrides += [word for path in options.imports for word in ("--import", path)]
     chosen = [word for option in ("nodes", "ranks_per_node", "partition", "time", "restarts")
@@ -37,7 +38,7 @@ def run_slurm(options: argparse.Namespace) -> None:
               for word in (f"--{option.replace('_', '-')}", str(value))]
     path = str(options.config)
     restarts = [] if options.restarts is None else ["--restarts", str(options.restarts)]
-    script = slurm_script(options.config.stem, ["vpipe", "train", path, *restarts, *overrides], nodes,
+    script = slurm_script(options, config, per_node, ["vpipe", "train", path, *restarts, *overrides],
                           ["vpipe", "slurm", path, *chosen, *overrides])
     if options.output is not None:
         try:
@@ -75,42 +76,6 @@ _TIME = re.compile(r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}|infinite|UNLIMI
 _PARTITION = re.compile(r"[\w.+-]+(,[\w.+-]+)*", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The request of a job to SLURM.
-
-    Attributes:
-        nodes: how many.
-        ranks_per_node: tasks on each; their product is the ranks of the schedule.
-        threads: processors per rank.
-        gpus: whether each rank must have a GPU.
-        devices: comment lines about the devices of the ranks.
-        partition: SLURM's default one when None.
-        time: as sbatch writes it; the partition's default when None.
-        machines: whether the config names hosts, which are not used.
-        restarts: how often the job is requeued after a failure; None leaves that to the cluster.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    threads: int = 1
-    gpus: bool = False
-    devices: Sequence[str] = ()
-    partition: str | None = None
-    time: str | None = None
-    machines: bool = False
-    restarts: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.restarts is not None and self.restarts < 0:
-            raise UserError(f"--restarts is {self.restarts}", hint="give a whole number, 0 or more")
-        if self.time is not None and _TIME.fullmatch(self.time) is None:
-            raise UserError(f"--time is '{self.time}'", hint="write 30 (minutes), 2:00:00 or 1-12 (days-hours), as "
-                            "for sbatch")
-        if self.partition is not None and _PARTITION.fullmatch(self.partition) is None:
-            raise UserError(f"--partition is '{self.partition}'", hint="name one that sinfo shows")
-
-
 def ranks_per_node(ranks: int, nodes: int, wanted: int | None) -> int:
     """Return the ranks on each node, the same on all. Raises UserError if ``ranks`` cannot be divided so."""
     for option, value in (("--nodes", nodes), ("--ranks-per-node", wanted)):
@@ -127,11 +92,12 @@ def ranks_per_node(ranks: int, nodes: int, wanted: int | None) -> int:
     return ranks // nodes
 
 
-def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Sequence[str]) -> str:
+def slurm_script(options: argparse.Namespace, config: Config, per_node: int, train: Sequence[str],
+                 written_by: Sequence[str]) -> str:
     """Return the script, for ``sbatch``.
 
     Args:
-        name: of the job.
+        per_node: tasks on each node, each a rank of the schedule.
         train: the command that every rank runs, such as ``["vpipe", "train", "c.yaml"]``.
         written_by: the command that writes this.
 
@@ -142,32 +108,35 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
         if not word.isprintable():
             raise UserError(f"{word!r} cannot be written into a script: it holds a character that is not printed",
                             hint="leave out line breaks and tabs; a value of several lines belongs into the config")
-    ranks, job = wanted.nodes * wanted.ranks_per_node, re.sub(r"[^\w.-]", "_", name)
+    parallel, threads, devices = config.parallel, config.training.threads, [f"The {config.parallel.devices}."]
+    if parallel.device is None and not parallel.asks_for_gpus:
+        devices.append("The job requests no GPUs; with parallel.device: cuda it requests one per rank.")
+    job = re.sub(r"[^\w.-]", "_", options.config.stem)
     directives = [
         (f"--job-name={job}", ""),
         ("--output=%x-%j.out", "<job name>-<job id>.out: output of rank 0; all logs are in the run's folder"),
-        (f"--nodes={wanted.nodes}", ""),
-        (f"--ntasks-per-node={wanted.ranks_per_node}", f"a task is a rank: {ranks} in all"),
-        (f"--cpus-per-task={wanted.threads}", "training.threads")]
-    if wanted.gpus:
-        directives.append((f"--gpus-per-node={wanted.ranks_per_node}", "one per rank"))
-    if wanted.partition is not None:
-        directives.append((f"--partition={wanted.partition}", ""))
-    if wanted.time is not None:
-        directives.append((f"--time={wanted.time}", "SLURM ends the job after it"))
-    if wanted.restarts is not None:
+        (f"--nodes={options.nodes}", ""),
+        (f"--ntasks-per-node={per_node}", f"a task is a rank: {options.nodes * per_node} in all"),
+        (f"--cpus-per-task={threads}", "training.threads")]
+    if parallel.asks_for_gpus:
+        directives.append((f"--gpus-per-node={per_node}", "one per rank"))
+    if options.partition is not None:
+        directives.append((f"--partition={options.partition}", ""))
+    if options.time is not None:
+        directives.append((f"--time={options.time}", "SLURM ends the job after it"))
+    if options.restarts is not None:
         directives += [("--requeue", "the job may be requeued under its number"),
                        ("--open-mode=append", "then it appends to --output"),
                        (f"--signal=USR1@{SAVE_S}", f"{SAVE_S} s before the time limit the ranks save and end")]
     width = max(len(option) for option, _ in directives) + 2
     lines = [f"#SBATCH {option:{width}}# {why}" if why else f"#SBATCH {option}" for option, why in directives]
-    hosts = "# SLURM chooses the hosts; the config's machines are not used.\n" if wanted.machines else ""
+    hosts = "# SLURM chooses the hosts; the config's machines are not used.\n" if config.machines is not None else ""
     script = _SCRIPT.format(
-        devices="".join(f"# {line}\n" for line in wanted.devices),
+        devices="".join(f"# {line}\n" for line in devices),
         written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", hosts=hosts, directives="\n".join(lines),
-        threads=wanted.threads, train=shlex.join(train))
-    return script if wanted.restarts is None else \
-        script.rstrip("\n") + _AGAIN.format(restarts=wanted.restarts, saved=128 + SIGUSR1)
+        threads=threads, train=shlex.join(train))
+    return script if options.restarts is None else \
+        script.rstrip("\n") + _AGAIN.format(restarts=options.restarts, saved=128 + SIGUSR1)
 
 
 _SCRIPT = """\
