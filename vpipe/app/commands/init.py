@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -57,15 +57,16 @@ def run_init(options: argparse.Namespace) -> None:
     data = answer(options.path if options.data is None else options.data, "Your data: a file, or a folder with files, "
                   f"called {_patterns(_known())}; none takes what is on this machine", "none", _data)
     suited = _datasets(data)
-    name = answer(options.family, f"Model family ({', '.join(_known())})", next(iter(suited)), _family(suited, data))
+    name = answer(options.family, f"Model family ({', '.join(_known())})", next(iter(suited)),
+                  partial(_family, suited, data))
     presets = _known()[name].presets
     sizes = {**(SIZES if "tiny" not in presets else {}), **presets}
     size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
-        iter(sizes)), _one_of(sizes, "size"))
-    stages = answer(options.stages, "Stages, one process or GPU each", "4", _count("--stages"))
-    batch_size = answer(options.batch_size, "Samples per batch", "32", _count("--batch-size"))
+        iter(sizes)), partial(_one_of, sizes, "size"))
+    stages = answer(options.stages, "Stages, one process or GPU each", "4", partial(_count, "--stages"))
+    batch_size = answer(options.batch_size, "Samples per batch", "32", partial(_count, "--batch-size"))
     schedule = answer(options.schedule, f"Schedule ({', '.join(SCHEDULES)})", "synchronous",
-                      _one_of(SCHEDULES, "schedule"))
+                      partial(_one_of, SCHEDULES, "schedule"))
     given = f"{options.steps} steps" if options.steps is not None else options.minutes
     length = answer(given, "Minutes to train, or steps, such as 500 steps", "10", _length)
 
@@ -127,40 +128,31 @@ def _datasets(path: Path | None) -> dict[str, str]:
     return {family: name for family, known in _known().items() for name in list(filter(reads, known.datasets))[:1]}
 
 
-def _family(suited: Mapping[str, str], data: Path | None) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        family = _one_of(_known(), "family")(text)
-        if family not in suited:
-            raise UserError(f"the family {family} cannot be trained on '{data}'",
-                            hint=f"give --family {' or '.join(suited)}, or data with {_patterns([family])}")
-        return family
-
-    return read
+def _family(suited: Mapping[str, str], data: Path | None, text: str) -> str:
+    family = _one_of(_known(), "family", text)
+    if family not in suited:
+        raise UserError(f"the family {family} cannot be trained on '{data}'",
+                        hint=f"give --family {' or '.join(suited)}, or data with {_patterns([family])}")
+    return family
 
 
-def _one_of(known: Mapping[str, object], what: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in known:
-            raise UserError(f"vpipe init has no {what} '{text}'", hint=nearest(text, list(known)))
-        return text
-
-    return read
+def _one_of(known: Mapping[str, object], what: str, text: str) -> str:
+    if text not in known:
+        raise UserError(f"vpipe init has no {what} '{text}'", hint=nearest(text, list(known)))
+    return text
 
 
-def _count(option: str) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not text.isdecimal() or not int(text):
-            raise UserError(f"{option} is {text}", hint="give a whole number, 1 or more")
-        return int(text)
-
-    return read
+def _count(option: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UserError(f"{option} is {text}", hint="give a whole number, 1 or more")
+    return int(text)
 
 
 def _length(text: str) -> dict[str, float]:
     """Return the key of the section ``training`` that says how long to train."""
     number, _, unit = text.partition(" ")
     if unit in ("step", "steps"):
-        return {"max_steps": _count("--steps")(number)}
+        return {"max_steps": _count("--steps", number)}
     try:
         minutes = float(number)
     except ValueError:

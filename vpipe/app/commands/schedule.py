@@ -127,8 +127,7 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
                                 hint=f"leave {option} out: the file says it")
         return schedule
     registered, widths, microbatches = _asked(options, why=listing)
-    return _built(registered, widths, microbatches, _chunks(options, registered), options.update_every, costs,
-                  options.memory, _depths(options.warmup), _slices(options))
+    return _built(registered, options, widths, microbatches, costs)
 
 
 def _asked(options: argparse.Namespace, *, listed: bool = True,
@@ -164,7 +163,7 @@ def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary 
     warmup = _depths(options.warmup)
     if warmup is not None:
         registered.check_warmup(widths, warmup)
-    placement = _placed(registered, widths, options.chunks)
+    placement = _replicated(registered.placement(len(widths), options.chunks), widths)
     gc.disable()  # a million tuples, none of them in a circle: to look for these takes a tenth of the time
     try:
         found = Repeating.find(registered.name, placement, microbatches, costs.of(placement), options.update_every,
@@ -277,18 +276,16 @@ def _numbers(parts: Sequence[str], form: str, option: str, what: str, hint: str)
     return tuple(map(int, parts))
 
 
-def _built(registered: RegisteredSchedule, widths: tuple[int, ...], microbatches: int, chunks: int | None,
-           update_every: int | None, costs: RankCosts, memory: int | None = None,
-           warmup: tuple[int, ...] | None = None, slices: int = 1) -> Schedule:
-    ranks = len(widths)
-    if warmup is not None:
+def _built(registered: RegisteredSchedule, options: argparse.Namespace, widths: tuple[int, ...], microbatches: int,
+           costs: RankCosts) -> Schedule:
+    ranks, chunks = len(widths), _chunks(options, registered)
+    if (warmup := _depths(options.warmup)) is not None:
         registered.check_warmup(widths, warmup)
-    if registered.search is not None:
-        Schedule.check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
-    else:
-        return build(registered.name, _placed(registered, widths, chunks), microbatches, update_every, warmup=warmup,
-                     slices=slices)
-    limit = None if memory is None else memory * costs.activation_bytes
+    if registered.search is None:
+        return build(registered.name, _replicated(registered.placement(ranks, chunks), widths), microbatches,
+                     options.update_every, warmup=warmup, slices=_slices(options))
+    Schedule.check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
+    limit = None if options.memory is None else options.memory * costs.activation_bytes
     if max(widths) == 1:
         return build(registered.name, ranks, microbatches, costs=costs.of, limits=limit, chunks=chunks)
     if len(set(widths)) > 1:
@@ -296,11 +293,6 @@ def _built(registered: RegisteredSchedule, widths: tuple[int, ...], microbatches
     placement = build(registered.name, ranks, -(-microbatches // widths[0]), costs=costs.of, limits=limit,
                       chunks=chunks).placement
     return build(registered.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
-
-
-def _placed(registered: RegisteredSchedule, widths: tuple[int, ...], chunks: int | None) -> tuple[tuple[int, ...], ...]:
-    """Return the placement of a schedule of fixed order."""
-    return _replicated(registered.placement(len(widths), chunks), widths)
 
 
 def _replicated(placement: tuple[tuple[int, ...], ...], widths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -311,12 +303,10 @@ def _replicated(placement: tuple[tuple[int, ...], ...], widths: tuple[int, ...])
 
 def compared_schedule(registered: RegisteredSchedule, options: argparse.Namespace, costs: RankCosts) -> Schedule:
     """Return a schedule with those of the options that it can have, not proved yet."""
-    widths, microbatches = _sizes(options, registered)
-    return _built(registered, widths, microbatches, _chunks(options, registered) if registered.any_chunks else None,
-                  None if registered.flush else options.update_every, costs,
-                  None if registered.search is None else options.memory,
-                  _depths(options.warmup) if registered.any_warmup else None,
-                  _slices(options) if registered.sliced else 1)
+    has = {"chunks": registered.any_chunks, "update_every": not registered.flush, "warmup": registered.any_warmup,
+           "memory": registered.search is not None, "slices": registered.sliced}
+    own = {key: given if has.get(key, True) else None for key, given in vars(options).items()}
+    return _built(registered, argparse.Namespace(**own), *_sizes(options, registered), costs)
 
 
 def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
