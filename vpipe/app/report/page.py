@@ -12,8 +12,8 @@ from vpipe.app.report.figures import Points, RankTime, in_window, steady_window,
 from vpipe.app.report.idle_causes import Cause
 from vpipe.app.report.line_chart import Line, chart, is_drawable, thinned
 from vpipe.app.report.report_data import ReportData
-from vpipe.app.report.style import FILLS, operation_fills, render
-from vpipe.app.report.timeline import Lane, stages_per_rank, timeline_figure
+from vpipe.app.report.style import FILLS, render, shades_of
+from vpipe.app.report.timeline import Lane, TimelineFigure, stages_per_rank
 from vpipe.app.sizes import parse_size
 from vpipe.app.visualize.table import compact, milliseconds, percent, row_name
 from vpipe.errors import counted
@@ -32,8 +32,8 @@ def page(data: ReportData) -> str:
     model = [_at(data.config, "model", key) for key in ("name", "preset")]
     return render("page.html", page=found, data=data, unit=found.unit, counted=counted,
                   model=" ".join(str(part) for part in model if part),
-                  fills=operation_fills(ops, stages_per_rank(data.recording)),
-                  timeline=timeline_figure(found.lanes, found.unit),
+                  shades=shades_of(ops, stages_per_rank(data.recording)),
+                  timeline=TimelineFigure(found.lanes, found.unit).html(),
                   idle_bars=idle_bars(data, found.unit), stage_table=stage_table(data, found.unit),
                   progress=list(found.progress()), memory=found.memory())
 
@@ -64,17 +64,14 @@ class _Page:
         history, unit, totals = data.history, self.unit, data.totals
         yield ("samples per second", f"{totals.samples_per_s:,.1f}",
                "" if totals.tokens_per_s in (None, totals.samples_per_s) else f"{totals.tokens_per_s:,.0f} tokens/s")
-        against = ""
+        against = planned = ""
         if expected is not None:
-            planned_s = expected.figures.step_s if expected.plan is None else expected.plan.predicted.step_s
-            word = "at medians" if expected.plan is None else "predicted"
-            apart = f" ({(totals.step_s / planned_s - 1) * 100:+.1f} %)" if planned_s else ""
-            against = f"{word} {milliseconds(planned_s)}{apart}"
+            replayed, found = expected.plan is None, expected.figures if expected.plan is None else (
+                expected.plan.predicted)
+            apart = f" ({(totals.step_s / found.step_s - 1) * 100:+.1f} %)" if found.step_s else ""
+            against = f"{'at medians' if replayed else 'predicted'} {milliseconds(found.step_s)}{apart}"
+            planned = f"{'at medians' if replayed else 'planned'} {share_text(found.bubble)}"
         yield f"median {unit}", milliseconds(totals.step_s), against
-        planned = ""
-        if expected is not None:
-            planned = (f"at medians {share_text(expected.figures.bubble)}" if expected.plan is None else
-                       f"planned {share_text(expected.plan.predicted.bubble)}")
         yield "bubble", share_text(totals.bubble), planned
         yield ("MFU", share_text(totals.mfu), "metrics.jsonl has none" if totals.mfu is None else
                f"HFU {share_text(totals.hfu)}" + ("" if totals.peak is None else f", of {totals.peak}"))
@@ -86,8 +83,7 @@ class _Page:
                "every backward uses the latest weights")
         if totals.memory_bytes is not None:
             yield "memory", size_text(totals.memory_bytes), "peak of the fullest rank's process, or of its GPU"
-        peaks = figures.kept_bytes
-        if peaks:
+        if peaks := figures.kept_bytes:
             worst = max(peaks, key=lambda rank: peaks[rank])
             limit = self._limit
             yield ("kept tensors", size_text(peaks[worst]),
@@ -122,8 +118,9 @@ class _Page:
                              Line("evaluation loss", history.evaluations, "var(--eval)", "dot")],
                     f"training loss from {self._loss(history.losses[:1])} to {self._loss(history.losses[-1:])}",
                     unit, compact)
-        yield chart("Throughput", self._smoothed("tokens/s", history.speeds, "var(--speed)"),
-                    f"tokens per second over {history.speeds[-1][0]:.0f} seconds", "seconds", compact, bottom=0.0)
+        speeds = [(line["time_s"], line["tokens_per_s"]) for line in history.lines]
+        yield chart("Throughput", self._smoothed("tokens/s", speeds, "var(--speed)"),
+                    f"tokens per second over {speeds[-1][0]:.0f} seconds", "seconds", compact, bottom=0.0)
 
     def _smoothed(self, name: str, points: Points, colour: str) -> list[Line]:
         if len(points) <= 100:

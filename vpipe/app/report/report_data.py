@@ -32,7 +32,6 @@ class History:
     Attributes:
         losses: (step, loss) in training; of a run that diverged some are no numbers.
         evaluations: (step, loss).
-        speeds: (second of training, tokens per second) of each step.
         lines: of the steps, as they are in the file.
         next_tokens: whether the losses are those of next tokens, which have a perplexity.
         summary: the run's summary; None where the last attempt did not end.
@@ -41,7 +40,6 @@ class History:
 
     losses: Points = ()
     evaluations: Points = ()
-    speeds: Points = ()
     lines: Sequence[Line] = ()
     next_tokens: bool = False
     summary: Line | None = None
@@ -54,7 +52,7 @@ def read_history(folder: Path) -> History:
     Raises:
         UserError: the file cannot be read.
     """
-    losses, evaluations, speeds, updates, notes = [], [], [], list[Line](), list[str]()
+    losses, evaluations, updates, notes = [], [], list[Line](), list[str]()
     summary, damaged, broken_off = None, list[int](), False
     for at, (text, entry) in enumerate(RunLog(folder).entries(), 1):
         if entry is None or not _is_whole(entry):
@@ -64,7 +62,6 @@ def read_history(folder: Path) -> History:
         summary = entry.get("summary")  # the last line, where the run has ended
         if "loss" in entry:
             losses.append((entry["step"], number(entry, "loss")))
-            speeds.append((entry["time_s"], entry["tokens_per_s"]))
             updates.append(entry)
         elif "evaluation_loss" in entry:
             evaluations.append((entry["step"], number(entry, "evaluation_loss")))
@@ -79,8 +76,7 @@ def read_history(folder: Path) -> History:
         notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
                      f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
                      f"step {min(wrong):,.0f}. The charts leave them out.")
-    return History(losses, evaluations, speeds, updates, any("perplexity" in line for line in updates), summary,
-                   tuple(notes))
+    return History(losses, evaluations, updates, any("perplexity" in line for line in updates), summary, tuple(notes))
 
 
 def _is_whole(entry: Line) -> bool:

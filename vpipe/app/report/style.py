@@ -30,16 +30,9 @@ def _templates() -> Environment:
                        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 
 
-def operation_fills(used: set[kinds.Kind], stages: int) -> dict[str, str]:
-    """Return the colour of each class of CSS: an operation, and the number of the stage on its rank.
-
-    Args:
-        stages: the most that a rank has.
+def shades_of(used: set[kinds.Kind], stages: int) -> dict[kinds.Kind, list[str]]:
+    """Return the colours of each operation by the number of the stage on its rank; of ``stages`` later ones are paler.
     """
-    return {f"{op}{number}": shade(op, number, stages) for op in kinds.known() if op.works and op in used
-            for number in range(stages if op.per_microbatch else 1)}
-
-
-def shade(op: kinds.Kind, number: int, stages: int) -> str:
-    """Return the colour of an operation on stage ``number`` of the ``stages`` of its rank; later ones are paler."""
-    return mixed(op.colour, 0.6 * number / max(1, stages - 1))
+    return {op: [mixed(op.colour, 0.6 * number / max(1, stages - 1))
+                 for number in range(stages if op.per_microbatch else 1)]
+            for op in kinds.known() if op.works and op in used}

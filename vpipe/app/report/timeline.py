@@ -10,10 +10,9 @@ from fractions import Fraction
 from vpipe.app.report.figures import Window, step_ends
 from vpipe.app.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.app.report.recording import Recording, describe
-from vpipe.app.report.style import FILLS, render, shade
+from vpipe.app.report.style import FILLS, render, shades_of
 from vpipe.app.visualize.svg import tick_of
 from vpipe.app.visualize.table import milliseconds, number, row_name
-from vpipe.schedules import kinds
 
 _ROW, _GAP, _HEAD, _AXIS = 26, 6, 34, 28
 _NARROWEST_PX = 680  # of the picture on a phone
@@ -34,12 +33,9 @@ class Lane:
     window: Window
 
 
-def timeline_figure(lanes: Sequence[Lane], unit: str) -> str:
-    """Return the figure as HTML; ``unit`` is the name of a step."""
-    return _Figure(lanes, unit).html()
+class TimelineFigure:
+    """The figure of all timelines; ``unit`` is the name of a step."""
 
-
-class _Figure:
     def __init__(self, lanes: Sequence[Lane], unit: str) -> None:
         self._lanes, self._unit = lanes, unit
         self._end_s = max(lane.window.span_s for lane in lanes) * 1.002
@@ -62,9 +58,8 @@ class _Figure:
         pieces = [piece for ranks in self._parts for own in ranks for piece in own]
         causes = {piece.cause for piece in pieces}
         ops = {piece.done.op for piece in pieces if piece.cause is None and piece.done is not None}
-        for op in (op for op in kinds.known() if op.works and op in ops):
-            yield ([shade(op, nth, self._stages) for nth in range(self._stages if op.per_microbatch else 1)],
-                   op.name, 2 * op.recomputation)
+        for op, shades in shades_of(ops, self._stages).items():
+            yield shades, op.name, 2 * op.recomputation
         if not all(op.works for op in ops):
             yield ["var(--comm)"], "handing over", 4
         for cause in (cause for cause in Cause if cause in causes):
