@@ -82,8 +82,6 @@ class _Version(argparse.Action):
     """Print the version, which is looked up only when asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from vpipe.plugins import PluginGroup
-
         print(f"vpipe {PluginGroup.versions_of(['vpipe']).get('vpipe', 'not installed: its folder is on the path')}")
         parser.exit()
 

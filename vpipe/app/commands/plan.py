@@ -16,7 +16,7 @@ from vpipe.app.config.config import Config, config_tree, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
 from vpipe.app.progress import message_if_slow
 from vpipe.app.sizes import parse_size
-from vpipe.app.visualize.explain_plan import OtherPlan, PlanExplanation, depths_text
+from vpipe.app.visualize.explain_plan import OtherPlan, PlanExplanation
 from vpipe.app.visualize.table import PIPE_COLUMNS, check_output, filled, terminal_columns
 from vpipe.errors import UserError, counted
 from vpipe.plan import PlanRequest, Profile, predict, solve
@@ -224,8 +224,7 @@ def _larger(requests: Sequence[PlanRequest], best: Plan, own: Job, was: int) -> 
     samples, seconds = plan.predicted.samples_per_step, plan.predicted.seconds_per_sample
     if samples != was and seconds < (1 - WORTH) * best.predicted.seconds_per_sample:
         what = f"{samples} samples in place of {was}"
-        note = f"{what} (--samples {samples}): {_meaning(own.config, was, samples)}"
-        yield replace(OtherPlan.simulated_one(what, plan), note=note)
+        yield OtherPlan.simulated_one(what, plan, f"{what} (--samples {samples}): {_meaning(own.config, was, samples)}")
 
 
 def _meaning(config: Config, was: int, samples: int) -> str:
@@ -275,7 +274,8 @@ def explanation(requests: Sequence[PlanRequest], limit_from: str, others: Sequen
     assert count is not None, "a solver chooses it"
     others = [*others, *(OtherPlan(**vars(one)) for one in solution.alternatives)]
     if (shallow := solution.shallow) is not None and shallow.warmup != solution.plan.warmup:
-        others.append(OtherPlan.simulated_one(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
+        depths = " ".join(map(str, shallow.warmup or ()))
+        others.append(OtherPlan.simulated_one(f"warm-up {depths}, as 1F1B", shallow))
     # With more memory than for this way to split layers another one may be the best, of which that would not speak.
     if len({of.identity.tensor for each in requests for of in each.profiles.values()}) == 1 and (
             free := solution.without_recompute()) is not None:

@@ -26,7 +26,7 @@ from vpipe.app.verify import (
     steps_in_batches,
 )
 from vpipe.errors import RunError, UserError
-from vpipe.testing import Difference, Reference, Trajectory, compare
+from vpipe.testing import Reference, Trajectory, compare
 
 MOST_STEPS = 10_000
 
@@ -110,7 +110,10 @@ def _compared(run: str, trajectory: Trajectory, oracles: Sequence[Reference | Sa
               "    step  loss                 gradient norm        largest difference of loss, norm, weights")
         far = []
         for difference in compare(trajectory, oracle.trajectory):
-            print(f"  {_difference_row(difference)}", flush=True)
+            numbers = (difference.loss_difference, difference.norm_difference, difference.weight_difference)
+            off = "0" if not any(number != 0 for number in numbers) else ", ".join(f"{each:.1e}" for each in numbers)
+            print(f"  {difference.step:6}  {difference.loss:<19.16g}  {difference.gradient_norm:<19.16g}  {off}"
+                  + (f" ({difference.weight})" if difference.weight else ""), flush=True)
             far += [difference] if not difference.within(oracle.bound) else []
         if far:
             wrong.append(f"{run}, step {far[0].step} is not what {oracle.name} gives: loss off by "
@@ -118,10 +121,3 @@ def _compared(run: str, trajectory: Trajectory, oracles: Sequence[Reference | Sa
                          f"{far[0].weight_difference:.1e}" + (f" ({far[0].weight})" if far[0].weight else "")
                          + f"; allowed are {oracle.bound:.1e}")
     return wrong
-
-
-def _difference_row(difference: Difference) -> str:
-    numbers = (difference.loss_difference, difference.norm_difference, difference.weight_difference)
-    off = "0" if not any(number != 0 for number in numbers) else ", ".join(f"{number:.1e}" for number in numbers)
-    return (f"{difference.step:6}  {difference.loss:<19.16g}  {difference.gradient_norm:<19.16g}  {off}"
-            + (f" ({difference.weight})" if difference.weight else ""))

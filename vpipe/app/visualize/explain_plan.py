@@ -34,9 +34,9 @@ class OtherPlan:
     note: str = ""  # what else must be known of it
 
     @classmethod
-    def simulated_one(cls, what: str, plan: Plan) -> OtherPlan:
+    def simulated_one(cls, what: str, plan: Plan, note: str = "") -> OtherPlan:
         """Return a plan with predictions."""
-        return cls(what, plan, plan.predicted.seconds_per_sample)
+        return cls(what, plan, plan.predicted.seconds_per_sample, note=note)
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,6 @@ def ahead_text(plan: Plan) -> str:
         f"stage {stage} {depth or 'none'}" for stage, depth in enumerate(plan.warmup or ()))
 
 
-def depths_text(plan: Plan) -> str:
-    """Return the forwards of every stage before its first backward: ``6 4 2 0``."""
-    return " ".join(map(str, plan.warmup or ()))
-
-
 def times_table(plan: Plan, late: Sequence[float], width: int) -> list[str]:
     """Return a row per stage: milliseconds of one microbatch, then of one rank in a step.
 
@@ -143,7 +138,10 @@ def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
 
     A rank with several stages works on one at a time.
     """
-    groups = stages_by_ranks(plan)
+    shared: dict[tuple[int, ...], list[int]] = {}
+    for number, stage in enumerate(plan.predicted.stages):
+        shared.setdefault(tuple(sorted(stage.ranks)), []).append(number)
+    groups = list(shared.values())
     sums = [plan.predicted.held_by(group) for group in groups]
     process = plan.predicted.process_bytes
     peaks = [process + memory.peak for memory in sums]
@@ -161,14 +159,6 @@ def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
 
 def _in_unit(value: float) -> str:
     return "0" if not value else f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}"
-
-
-def stages_by_ranks(plan: Plan) -> list[list[int]]:
-    """Group stages by the ranks that hold them, in order of the first."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, stage in enumerate(plan.predicted.stages):
-        groups.setdefault(tuple(sorted(stage.ranks)), []).append(number)
-    return list(groups.values())
 
 
 def candidates_table(best: Plan, others: Sequence[OtherPlan], limit_bytes: int | None, width: int) -> list[str]:

@@ -210,9 +210,6 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-Row = Mapping[str, Any]
-
-
 def check_output(path: Path) -> None:
     """Refuse a path that cannot be written as a new file, before any work is done."""
     folder, why = path.absolute().parent, None
@@ -230,7 +227,7 @@ def check_output(path: Path) -> None:
                         "written, as -o")
 
 
-def csv_text(rows: Sequence[Row]) -> str:
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a header and a line per row, with a column for each key of any row, in order of first appearance.
 
     None and a missing key are empty cells; lists are JSON; true and false are as in YAML.
@@ -239,14 +236,6 @@ def csv_text(rows: Sequence[Row]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    writer.writerows([json.dumps(cell) if isinstance(cell, bool | list | tuple | dict) else cell
+                      for cell in map(row.get, columns)] for row in rows)
     return out.getvalue()
-
-
-def _cell(value: Any) -> str | int | float:
-    if value is None:
-        return ""
-    if isinstance(value, (bool, list, tuple, dict)):
-        return json.dumps(value)
-    assert isinstance(value, (str, int, float)), "a config and figures hold nothing else"
-    return value
