@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_free(options.output)
         if options.module != "vpipe.app.commands.train":  # its ranks report an error together
             import_files(getattr(options, "imports", ()))
-        with message_if_slow(LOADING_TORCH) if options.new_output else nullcontext():
+        with message_if_slow(LOADING_TORCH, show=options.new_output):
             module = import_module(options.module)
         getattr(module, options.function)(options)
         sys.stdout.flush()

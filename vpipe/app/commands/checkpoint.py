@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import prod
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from vpipe.app.progress import LOADING_TORCH, byte_progress, message_if_slow
 from vpipe.app.train.run_folder import CONFIG, check_not_running, checkpoints_root
-from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, terminal_columns
+from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, grouped, terminal_columns
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import RunError, UserError, counted
 from vpipe.units import size_text
@@ -62,7 +62,7 @@ def run_show(options: argparse.Namespace) -> None:
           f"seed {manifest.seed}, data {manifest.data or '-'}; made {_time_text(manifest)}"
           + (f" with {versions}" if versions else ""))
     print(f"by {_arrangement_text(manifest.arrangement)}\n")
-    kinds = _grouped(manifest.tensors, lambda name: KINDS.get(name.split(".")[0], name.split(".")[0]))
+    kinds = grouped(manifest.tensors, lambda name: KINDS.get(name.split(".")[0], name.split(".")[0]))
     _print_sizes("what", manifest, {**kinds, "in all": list(manifest.tensors)})
     print(flush=True)
     _print_layers(manifest, folder)
@@ -134,17 +134,15 @@ def _print_layers(manifest: Manifest, folder: Path) -> None:
         below = name.partition(".")[2]
         return next((layer for layer in layers if below.startswith(layer + ".")), below.split(".")[0])
 
-    weights, state = (_grouped((name for name in manifest.tensors if name.startswith(kind)), layer_of)
+    def natural(name: str) -> list[str | int]:  # 4 before 12
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+    weights, state = (grouped((name for name in manifest.tensors if name.startswith(kind)), layer_of)
                       for kind in ("model.", "optim."))
-    order = [layer for layer in layers if layer in weights] or sorted(weights, key=_natural_key)
+    order = [layer for layer in layers if layer in weights] or sorted(weights, key=natural)
     optimizer = [_size_text(manifest, state.get(layer, ())) for layer in order]
     _print_sizes("layer", manifest, {layer: weights[layer] for layer in order},
                  [Column("optimizer", optimizer)] if order else [])
-
-
-def _natural_key(name: str) -> list[str | int]:
-    """Return a key that sorts names by the numbers in them: 4 before 12."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _layer_names(manifest: Manifest, folder: Path) -> list[str]:
@@ -158,14 +156,6 @@ def _layer_names(manifest: Manifest, folder: Path) -> list[str]:
         return [layer.name for layer in CheckpointModel.from_manifest(manifest, folder).model().layers]
     except UserError:
         return []
-
-
-def _grouped(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
-    """Return names of tensors by what ``key`` makes of them, in order of the first."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(key(name), []).append(name)
-    return groups
 
 
 def _size_text(manifest: Manifest, names: Iterable[str]) -> str:

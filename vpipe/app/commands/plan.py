@@ -44,8 +44,7 @@ def run_plan(options: argparse.Namespace) -> None:
     for name, count in (("rank", options.ranks), ("stage", options.stages), ("sample", options.samples)):
         if count is not None and count < 1:
             raise UserError(f"--{name}s is {count}", hint=f"plan for 1 {name} or more")
-    if options.output is not None:
-        check_output(options.output)
+    check_output(options.output)
     config = load_config(options.config, options.settings, started=None)
     own_ranks = ranks_of(config)
     ranks = own_ranks if options.ranks is None else options.ranks

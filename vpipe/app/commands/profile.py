@@ -17,7 +17,7 @@ from vpipe.app.launch import local
 from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.app.visualize.table import check_output, table
+from vpipe.app.visualize.table import check_output, grouped, table
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.plan import Profile
 from vpipe.units import size_text
@@ -32,14 +32,12 @@ mostly wait for each other."""
 NOISY = 0.1
 """Largest spread that is not marked."""
 
-_COLUMNS = (("forward", "forward"), ("backward", "backward"), ("input half", "input_half"),
-            ("weight half", "weight_half"), ("recompute", "recompute"), ("step", "step"))
+_COLUMNS = ("forward", "backward", "input_half", "weight_half", "recompute", "step")
 
 
 def run_profile(options: argparse.Namespace) -> None:
     """Measure, or read an earlier profile from the cache, and print it."""
-    if options.output is not None:
-        check_output(options.output)
+    check_output(options.output)
     config = load_config(options.config, options.settings, started=None)
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
@@ -126,18 +124,16 @@ def folder_unless_failed(prefix: str) -> Iterator[Path]:
 def described(profile: Profile) -> str:
     """Return a profile as text: a row per distinct layer, the links, the device."""
     identity, held = profile.identity, profile.activations
-    kinds: dict[int, list[int]] = {}
-    for number, layer in enumerate(profile.layers):
-        kinds.setdefault(layer.like, []).append(number)
+    kinds = grouped(range(len(profile.layers)), lambda number: profile.layers[number].like)
     rows = []
     for first, numbers in kinds.items():
         layer = profile.layers[first]
         rows.append([layer.name + f" x {len(numbers)}" * (len(numbers) > 1),
-                     *(_time(time.median, time.spread) for _, figure in _COLUMNS for time in [getattr(layer, figure)]),
+                     *(_time(time.median, time.spread) for figure in _COLUMNS for time in [getattr(layer, figure)]),
                      *map(size_text, (held.held_bytes(range(first, first + 1))[0], layer.parameter_bytes,
                                       layer.optimizer_bytes))])
-    head = ["layer", *(title for title, _ in _COLUMNS), "kept", "weights", "optimizer"]
-    noisy = max(getattr(layer, figure).spread for layer in profile.layers for _, figure in _COLUMNS
+    head = ["layer", *(figure.replace("_", " ") for figure in _COLUMNS), "kept", "weights", "optimizer"]
+    noisy = max(getattr(layer, figure).spread for layer in profile.layers for figure in _COLUMNS
                 if getattr(layer, figure).median > profile.dispatch_s)
     lines = [f"{identity.model_name}: {counted(identity.layers, 'layer')}, {len(kinds)} distinct; microbatches of "
              f"{counted(identity.microbatch_size, 'sample')}, {identity.optimizer}, {identity.precision}"

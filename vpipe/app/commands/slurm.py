@@ -19,8 +19,7 @@ from vpipe.errors import RunError, UserError, counted
 
 def run_slurm(options: argparse.Namespace) -> None:
     """Print the batch script, write it to a file, or submit it. Opens no data: they may be readable on nodes only."""
-    if options.output is not None:
-        check_output(options.output)
+    check_output(options.output)
     config = load_config(options.config, options.settings, started=True)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
     check_neighbours(config, [f"node {node}" for node in range(options.nodes) for _ in range(per_node)])

@@ -59,7 +59,10 @@ def run_verify(options: argparse.Namespace) -> None:
     wrong: list[str] = []
     if parts == 1:
         oracles = list(references(job, batches))
-        _print_reference(oracles[0])
+        print(f"\nreference: {oracles[0].name}\n    step  loss                 gradient norm")
+        known = oracles[0].trajectory
+        for step, (loss, updates) in enumerate(zip(known.losses, known.step_updates, strict=True)):
+            print(f"  {step:6}  {loss:<19.16g}  {known.norm(updates):<.16g}")
         wrong += _compared("in one process", run_in_process(job, batches), oracles, job)
     with folder_unless_failed("vpipe-verify-") as folder:
         _over_gloo(job, batches, folder)
@@ -90,13 +93,6 @@ def _near_whole(found: float, expected: float, bound: float) -> list[str]:
           f"{bound:.1e}: sums are in another order)")
     return [] if off <= bound else [f"split layers change the first loss, to {found:.7g} from {expected:.7g}: off by "
                                     f"{off:.1e}, allowed are {bound:.1e}; the tensor_plan of a module is wrong"]
-
-
-def _print_reference(reference: Reference | SavedReference) -> None:
-    print(f"\nreference: {reference.name}\n    step  loss                 gradient norm")
-    for step, (loss, updates) in enumerate(zip(reference.trajectory.losses, reference.trajectory.step_updates,
-                                               strict=True)):
-        print(f"  {step:6}  {loss:<19.16g}  {reference.trajectory.norm(updates):<.16g}")
 
 
 def _compared(run: str, trajectory: Trajectory, oracles: Sequence[Reference | SavedReference],

@@ -1,20 +1,39 @@
-"""Draw line charts whose text stays readable at every width: the lines stretch, the words do not."""
+"""Fill in the templates of a report, and draw line charts whose text stays readable at every width: the lines stretch,
+the words do not."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, pairwise
+from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from vpipe.app.report.figures import Points
-from vpipe.app.report.style import render
 from vpipe.app.visualize.svg import tick_of
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _MOST_POINTS = 400
 _HUGE = 1e300
 _LETTER_PX, _NARROWEST_PX = 6.2, 260
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of this folder with its values, which it escapes unless it says that they are safe."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, for most commands write no page
+
+    return Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+                       trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Any
 from vpipe.app.metric_formulas import averaged_losses, perplexity, share_text
 from vpipe.app.report.figures import Points, RankTime, in_window, steady_window, typical_window
 from vpipe.app.report.idle_causes import Cause
-from vpipe.app.report.line_chart import Line, chart, is_drawable, thinned
+from vpipe.app.report.line_chart import Line, chart, is_drawable, render, thinned
 from vpipe.app.report.report_data import ReportData
-from vpipe.app.report.style import FILLS, render, shades_of
-from vpipe.app.report.timeline import Lane, TimelineFigure, stages_per_rank
+from vpipe.app.report.timeline import FILLS, Lane, TimelineFigure, shades_of, stages_per_rank
 from vpipe.app.sizes import parse_size
 from vpipe.app.visualize.table import compact, milliseconds, percent, row_name
 from vpipe.errors import counted
@@ -99,7 +98,8 @@ class _Page:
         return _mean(losses) + self._perplexity(losses)
 
     def _perplexity(self, losses: Points) -> str:
-        if not self._data.history.next_tokens or not all(is_drawable(loss) for _, loss in losses):
+        next_tokens = any("perplexity" in line for line in self._data.history.lines)
+        if not next_tokens or not all(is_drawable(loss) for _, loss in losses):
             return ""
         found = perplexity(fmean(loss for _, loss in losses))
         return "" if found is None else f", perplexity {compact(found)}"
@@ -201,8 +201,9 @@ def idle_bars(data: ReportData, unit: str) -> str:
         parts, idle = _parts(time, steps), sum(time.idle.values())
         cells = [*(milliseconds(max(0.0, parts[column])) for column in columns), milliseconds(idle / steps),
                  percent(1 - idle / time.whole if time.whole else 0.0)]
-        rows.append((row_name(data.recording.placement, time.rank), name, height, list(_along(parts, longest)), cells))
-    return render("idle_bars.html", unit=unit, rows=rows, runs=len(pairs), legend={
+        rows.append((row_name(data.recording.placement, time.rank), name, height, parts, cells))
+    return render("idle_bars.html", unit=unit, rows=rows, runs=len(pairs), longest=longest, fills=_FILLS,
+                  milliseconds=milliseconds, legend={
         name: fill for name, fill in _FILLS.items() if name in shown}, columns=columns)
 
 
@@ -212,16 +213,6 @@ def _parts(time: RankTime, steps: int) -> dict[str, float]:
     work = dict(zip(_WORK, (time.compute, time.update, time.others, handing), strict=True))
     idle = {name: time.idle.get(cause, 0.0) for name, cause in _IDLE.items()}
     return {name: seconds / steps for name, seconds in (work | idle).items()}
-
-
-def _along(parts: dict[str, float], longest: float) -> Iterator[tuple[str, str, float, float, str]]:
-    """Yield the parts of a bar, one after the other."""
-    at = 0.0
-    for name, seconds in parts.items():
-        if seconds > 0:
-            width = 100 * seconds / longest
-            yield name, _FILLS[name], at, width, milliseconds(seconds)
-            at += width
 
 
 def stage_table(data: ReportData, unit: str) -> str:

@@ -33,7 +33,6 @@ class History:
         losses: (step, loss) in training; of a run that diverged some are no numbers.
         evaluations: (step, loss).
         lines: of the steps, as they are in the file.
-        next_tokens: whether the losses are those of next tokens, which have a perplexity.
         summary: the run's summary; None where the last attempt did not end.
         notes: sentences for the reader of the report.
     """
@@ -41,7 +40,6 @@ class History:
     losses: Points = ()
     evaluations: Points = ()
     lines: Sequence[Line] = ()
-    next_tokens: bool = False
     summary: Line | None = None
     notes: tuple[str, ...] = ()
 
@@ -76,7 +74,7 @@ def read_history(folder: Path) -> History:
         notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
                      f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
                      f"step {min(wrong):,.0f}. The charts leave them out.")
-    return History(losses, evaluations, updates, any("perplexity" in line for line in updates), summary, tuple(notes))
+    return History(losses, evaluations, updates, summary, tuple(notes))
 
 
 def _is_whole(entry: Line) -> bool:

@@ -9,10 +9,15 @@ from fractions import Fraction
 
 from vpipe.app.report.figures import Window, step_ends
 from vpipe.app.report.idle_causes import Cause, Producers, TimeSlice, time_slices
+from vpipe.app.report.line_chart import render
 from vpipe.app.report.recording import Recording, describe
-from vpipe.app.report.style import FILLS, render, shades_of
-from vpipe.app.visualize.svg import tick_of
+from vpipe.app.visualize.svg import mixed, tick_of
 from vpipe.app.visualize.table import milliseconds, number, row_name
+from vpipe.schedules import kinds
+
+FILLS = {Cause.SCHEDULE: "var(--idle)", Cause.TRANSFER: "url(#transfer)", Cause.STRAGGLER: "url(#straggler)",
+         Cause.DISPATCH: "url(#dispatch)", Cause.UNKNOWN: "url(#unknown)"}
+"""Colours and patterns, which colour-blind eyes can tell apart on a light and on a dark page."""
 
 _ROW, _GAP, _HEAD, _AXIS = 26, 6, 34, 28
 _NARROWEST_PX = 680  # of the picture on a phone
@@ -155,6 +160,14 @@ class TimelineFigure:
 
 def _is_step(piece: TimeSlice) -> bool:
     return piece.cause is None and piece.done is not None and not piece.done.op.per_microbatch and piece.done.op.works
+
+
+def shades_of(used: set[kinds.Kind], stages: int) -> dict[kinds.Kind, list[str]]:
+    """Return the colours of each operation by the number of the stage on its rank; of ``stages`` later ones are paler.
+    """
+    return {op: [mixed(op.colour, 0.6 * number / max(1, stages - 1))
+                 for number in range(stages if op.per_microbatch else 1)]
+            for op in kinds.known() if op.works and op in used}
 
 
 def stages_per_rank(recording: Recording) -> int:

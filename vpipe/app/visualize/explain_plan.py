@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vpipe import Plan
-from vpipe.app.visualize.table import Column, columns, compact, filled, listed, milliseconds, ms_text
+from vpipe.app.visualize.table import Column, columns, compact, filled, grouped, listed, milliseconds, ms_text
 from vpipe.errors import counted
 from vpipe.plan import Profile
 from vpipe.schedules import RegisteredSchedule, Schedule, build, delays
@@ -138,10 +138,8 @@ def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
 
     A rank with several stages works on one at a time.
     """
-    shared: dict[tuple[int, ...], list[int]] = {}
-    for number, stage in enumerate(plan.predicted.stages):
-        shared.setdefault(tuple(sorted(stage.ranks)), []).append(number)
-    groups = list(shared.values())
+    stages = plan.predicted.stages
+    groups = list(grouped(range(len(stages)), lambda number: tuple(sorted(stages[number].ranks))).values())
     sums = [plan.predicted.held_by(group) for group in groups]
     process = plan.predicted.process_bytes
     peaks = [process + memory.peak for memory in sums]
@@ -179,11 +177,9 @@ def candidates_table(best: Plan, others: Sequence[OtherPlan], limit_bytes: int |
         Column("lost by", ["", *(_lost_by(best, other, limit_bytes) for other, _ in found[1:])], left=True),
         Column("peak", [size_text(plan.predictions.fullest_rank[1]) if plan.predictions else "" for plan in plans],
                spare=True)], width)
-    reasons: dict[str, list[str]] = {}
-    for other in others:
-        if other.plan is None:
-            reasons.setdefault(other.why, []).append(other.what)
-    texts = [f"{', '.join(names)}: {why}" for why, names in reasons.items()] + [other.note for other in others]
+    reasons = grouped((other for other in others if other.plan is None), lambda other: other.why)
+    texts = [f"{', '.join(other.what for other in same)}: {why}" for why, same in reasons.items()]
+    texts += [other.note for other in others]
     return lines + [line for text in texts for line in filled(text, width)]
 
 

@@ -80,7 +80,10 @@ class _Drawing:
                f'viewBox="0 0 {width} {height}" role="img" font-size="{_FONT}">')
         name, title, times = escape(summary.schedule.name), sizes(summary.schedule), escape(summary.times())
         yield f"<title>{name}: {title}; {times}</title>"
-        yield f"<style>{_STYLE}{self._colours()}</style>"
+        # One class per operation and stage of a rank; later stages are paler.
+        fills = "".join(f".{op}{chunk}{{fill:{mixed(op.colour, 0.65 * chunk / max(1, shades - 1))}}}"
+                        for op, shades in self._shades.items() for chunk in range(shades))
+        yield f"<style>{_STYLE}{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n</style>"
         yield f'<rect class="bg" width="{width}" height="{height}"/>'
         yield (f'<text x="14" y="24" font-size="16" font-weight="600">{name}'
                f'<tspan class="soft" dx="10" font-size="12" font-weight="400">{title}</tspan></text>')
@@ -100,12 +103,6 @@ class _Drawing:
         yield from self._axis()
         yield from self._legend()
         yield "</svg>"
-
-    def _colours(self) -> str:
-        """Return one class per operation and stage of a rank; later stages are paler."""
-        fills = "".join(f".{op}{chunk}{{fill:{mixed(op.colour, 0.65 * chunk / max(1, shades - 1))}}}"
-                        for op, shades in self._shades.items() for chunk in range(shades))
-        return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
 
     def _x(self, seconds: Number) -> float:
         return self._left + self._shown(seconds) * self._scale

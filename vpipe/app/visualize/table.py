@@ -11,16 +11,18 @@ import shutil
 import tempfile
 import textwrap
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vpipe.errors import UserError, counted
 from vpipe.schedules import Schedule
 
 Number = int | float | Fraction
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 def sizes(schedule: Schedule) -> str:
@@ -70,6 +72,14 @@ def listed(values: Sequence[int]) -> str:
     if len(values) <= 16:
         return " ".join(map(str, values))
     return f"{min(values)} to {max(values)}" if min(values) < max(values) else str(values[0])
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items by what ``key`` makes of them, in order of the first."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def plain(value: Number) -> int | float:
@@ -210,8 +220,10 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def check_output(path: Path) -> None:
-    """Refuse a path that cannot be written as a new file, before any work is done."""
+def check_output(path: Path | None) -> None:
+    """Refuse a path, if there is one, that cannot be written as a new file, before any work is done."""
+    if path is None:
+        return
     folder, why = path.absolute().parent, None
     if path.exists() and not path.is_dir():
         raise UserError(f"'{path}' exists already", hint="name another as -o, or remove it first")

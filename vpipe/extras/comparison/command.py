@@ -34,8 +34,7 @@ UNSAVED = ("checkpoint={at_end: false, every_minutes: null}",)
 
 def run_compare(options: argparse.Namespace) -> None:
     """Plan the contenders, run each once in every round as ``vpipe train`` does, and compare their summaries."""
-    if options.output is not None:
-        check_output(options.output)
+    check_output(options.output)
     if (options.config is None) == (options.models is None):
         raise UserError("vpipe compare takes a CONFIG or --models, " +
                         ("and there is neither" if options.config is None else "not both"),

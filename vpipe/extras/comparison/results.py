@@ -14,9 +14,8 @@ from typing import Any
 from vpipe.app.config.config import Config, parse_resolved
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.metric_formulas import share_text
-from vpipe.app.report.line_chart import Line, chart, thinned
+from vpipe.app.report.line_chart import Line, chart, render, thinned
 from vpipe.app.report.report_data import History, read_history
-from vpipe.app.report.style import render
 from vpipe.app.train.run_folder import CONFIG, SUMMARY
 from vpipe.app.train.summary import figure_columns
 from vpipe.app.visualize.table import filled, fitted, terminal_columns
