@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from threading import Timer
@@ -55,7 +55,6 @@ def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None =
 
     ``total``: their number, where it is known and ``items`` has no length.
     """
-    total = len(items) if isinstance(items, Sized) else total
     return tqdm(items, desc=what, unit=unit, total=total, **_as_lines())
 
 

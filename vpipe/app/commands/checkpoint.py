@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from math import prod
 from pathlib import Path
@@ -109,21 +109,18 @@ def checkpoints_in(path: Path) -> list[Path]:
     """
     if Checkpoints.is_one(path):
         return [path]
-    for root in (path / Checkpoints.FOLDER, path, *_configured_root(path)):
+    roots = [path / Checkpoints.FOLDER, path]
+    if (path / CONFIG).is_file():
+        from vpipe.app.train.resume import run_config  # few runs have them elsewhere
+
+        roots.append(checkpoints_root(run_config(path), path))
+    for root in roots:
         if found := Checkpoints(root).all():
             return found
     if not path.is_dir():
         raise UserError(f"there is no folder '{path}'" if not path.exists() else f"'{path}' is a file, not a folder",
                         hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
     return [Checkpoints.find(path)]  # one that lost its manifest; else the error says what was searched
-
-
-def _configured_root(run: Path) -> Iterator[Path]:
-    """Yield the folder that a run's config names for its checkpoints."""
-    if (run / CONFIG).is_file():
-        from vpipe.app.train.resume import run_config  # few runs have them elsewhere
-
-        yield checkpoints_root(run_config(run), run)
 
 
 def _print_layers(manifest: Manifest, folder: Path) -> None:

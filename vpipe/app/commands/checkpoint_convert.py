@@ -18,7 +18,7 @@ from vpipe.app.commands.checkpoint import checkpoints_in
 from vpipe.app.config.config import load_config
 from vpipe.app.data.tokenizers import end_token, load_tokenizer
 from vpipe.app.families.lora import adapter_names, base_names, is_adapter, merged
-from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named
+from vpipe.app.families.registry import HuggingFace, family_named
 from vpipe.app.progress import byte_progress
 from vpipe.app.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
 from vpipe.app.train.job import Job
@@ -127,7 +127,14 @@ def _from_huggingface(source: Path, adapter: Path | None, job: Job | None, out: 
     found = read_model_config(source)
     family, huggingface, settings = family_named(found.family), _names_of(found.family), found.settings
     if job is not None:
-        _check_same(job, found.family, settings, source)
+        section = job.config.model
+        if section.name != found.family:
+            raise UserError(f"'{source}' is a model of the family {found.family}, the config's is {section.name}",
+                            hint=f"set model.name to {found.family}")
+        if differences := model_differences(found.family, model_settings(section), settings):
+            raise UserError(f"the config's model is not the one in '{source}': {'; '.join(differences)}",
+                            hint=f"set model.config_file to {source / CONFIG}, and model.vocab_size to "
+                                 f"{settings.vocab_size}, without a preset or sizes of its own")
     weights = import_weights(source, huggingface, settings, note=lambda line: print(f"note: {line}"))
     model = family.factory(settings) if job is None else job.base_model
     if adapter is not None:
@@ -153,18 +160,6 @@ def _targets(names: Sequence[str] | None) -> str:
     return "all targets" if names is None else f"the targets {', '.join(names)}"
 
 
-def _check_same(job: Job, family: str, settings: ModelSettings, source: Path) -> None:
-    section = job.config.model
-    if section.name != family:
-        raise UserError(f"'{source}' is a model of the family {family}, the config's is {section.name}",
-                        hint=f"set model.name to {family}")
-    differences = model_differences(family, model_settings(section), settings)
-    if differences:
-        raise UserError(f"the config's model is not the one in '{source}': {'; '.join(differences)}",
-                        hint=f"set model.config_file to {source / CONFIG}, and model.vocab_size to "
-                             f"{settings.vocab_size}, without a preset or sizes of its own")
-
-
 def _from_files(form: CheckpointFormat, files: Sequence[Path], job: Job | None, source: Path, out: Path) -> None:
     if job is None:
         raise UserError(f"the files in '{source}' do not say what model they are of",
@@ -175,20 +170,12 @@ def _from_files(form: CheckpointFormat, files: Sequence[Path], job: Job | None, 
     weights = dict(found.weights)
     if found.absent:
         seed = job.config.training.seed
-        weights |= _initial_weights(job.model, found.absent, seed)
+        for number, layer in enumerate(job.model.layers):
+            if own := [name for name in found.absent if name.startswith(layer.name + ".")]:
+                state = layer.materialize(number, seed).state_dict()
+                weights |= {name: state[name.removeprefix(layer.name + ".")] for name in own}
         print(f"in no file, so they begin as under seed {seed}: {', '.join(found.absent)}")
     _make(out, job, job.config.resolved_yaml(), form.origin, job.model, weights)
-
-
-def _initial_weights(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """Return the weights that a run with that seed begins with."""
-    found: dict[str, Tensor] = {}
-    for number, layer in enumerate(model.layers):
-        own = [name for name in names if name.startswith(layer.name + ".")]
-        if own:
-            state = layer.materialize(number, seed).state_dict()
-            found |= {name: state[name.removeprefix(layer.name + ".")] for name in own}
-    return found
 
 
 def _make(out: Path, job: Job | None, config: str, origin: str, model: Model, weights: Mapping[str, Tensor],

@@ -31,7 +31,6 @@ EXPERTS: Mapping[str, Mapping[str, int]] = {"qwen3_moe": {"experts": 8, "experts
 """What these sizes say of the experts, by family, where those that it has otherwise are for GPUs, too."""
 
 SCHEDULES = {"synchronous": "1f1b", "asynchronous": "pipedream"}
-_COLUMNS = 100
 
 
 def run_init(options: argparse.Namespace) -> None:
@@ -197,5 +196,5 @@ def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"\n# {info.description}\n{name}:\n"
         for key, value in keys.items():
             about = section.model_fields[key].description or ""
-            yield from (f"  # {line}\n" for line in wrap(about, _COLUMNS))
+            yield from (f"  # {line}\n" for line in wrap(about, 100))
             yield f"  {write({key: value})}"

@@ -233,7 +233,6 @@ def _slow(state: RunState, times: MeanTimes) -> Iterator[Text]:
     planned = {rank.rank: (rank.work_s / planned_s, rank.work_s, planned_s) for rank in times.ranks
                if (planned_s := state.planned_s.get(rank.rank, 0.0)) > 0}
     if planned:
-        worst = max(planned, key=lambda rank: planned[rank][0])
-        share, work_s, planned_s = planned[worst]
+        worst, (share, work_s, planned_s) = max(planned.items(), key=lambda item: item[1][0])
         yield Text(f"beside the plan: {state.describe(worst)} works {ms_text(work_s)} ms per update, planned were "
                    f"{ms_text(planned_s)} ({100 * (share - 1):+.0f} %)")

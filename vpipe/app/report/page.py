@@ -132,9 +132,8 @@ class _Page:
         """Return remarks on the charts of kept tensors, and the charts, of the ranks that hold most."""
         expected, peaks, limit = self._data.expected, self._data.figures.kept_bytes, self._limit
         ran, before = self.lanes[-1].window, self.lanes[0].window
-        parts, planned = in_window(self._data.figures.memory, ran), dict[int, Points]()
-        if expected is not None:
-            planned = in_window(dict(enumerate(expected.memory)), before)
+        parts = in_window(self._data.figures.memory, ran)
+        planned = in_window({} if expected is None else dict(enumerate(expected.memory)), before)
         ranks = sorted(sorted(parts, key=lambda rank: -peaks[rank])[:_MOST_CURVES])
         end = 1e3 * ran.span_s
         top = max((held for rank in ranks for held in (peaks[rank], *(held for _, held in planned.get(rank, ())))),

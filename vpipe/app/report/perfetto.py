@@ -67,11 +67,10 @@ def _names(recording: Recording) -> Iterator[dict[str, Any]]:
     for track in recording.tracks:
         rank = track.rank
         name = row_name(recording.placement, rank) + (f" on {track.host}" if track.host else "") + recording.in_lane
-        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-        for row, what in _ROWS.items():
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": what}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": row, "args": {"sort_index": row}}
+        threads = [("thread", row, what, row) for row, what in _ROWS.items()]
+        for kind, thread, called, place in [("process", 0, name, rank), *threads]:
+            yield {"ph": "M", "name": f"{kind}_name", "pid": rank, "tid": thread, "args": {"name": called}}
+            yield {"ph": "M", "name": f"{kind}_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": place}}
 
 
 def _us(seconds: float) -> float:

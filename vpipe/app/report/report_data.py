@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isnan
 from pathlib import Path
 from statistics import median
@@ -136,14 +137,10 @@ def as_recording(timeline: Timeline, like: Recording) -> Recording:
     """Return a simulated timeline as a recording with the sizes of another; idle ranks wait for their next action."""
     schedule, tracks = timeline.schedule, []
     for rank, events in enumerate(timeline.events):
-        actions: list[RecordedAction] = []
-        now = 0.0
-        for event in events:
-            start, end = float(event.start_s), float(event.end_s)
-            actions.append(RecordedAction(event.action.op, event.action.stage, event.action.index, now, end,
-                                          max(0.0, start - now), 0, 0))
-            now = end
-        tracks.append(Track(rank, "", actions))
+        ends = pairwise([0.0, *(float(event.end_s) for event in events)])
+        tracks.append(Track(rank, "", [
+            RecordedAction(*event.action, before, end, max(0.0, float(event.start_s) - before), 0, 0)
+            for event, (before, end) in zip(events, ends, strict=True)]))
     return replace(like, schedule=schedule.name, placement=schedule.placement, flush=schedule.flush,
                    microbatches=schedule.update_every // schedule.slices if schedule.flush else like.microbatches,
                    update_every=schedule.update_every, tracks=tuple(tracks), notes=(), slices=schedule.slices)

@@ -67,8 +67,7 @@ class TimelineFigure:
             yield shades, op.name, 2 * op.recomputation
         if not all(op.works for op in ops):
             yield ["var(--comm)"], "handing over", 4
-        for cause in (cause for cause in Cause if cause in causes):
-            yield [FILLS[cause]], f"idle: {cause.value}", 0
+        yield from (([FILLS[cause]], f"idle: {cause.value}", 0) for cause in Cause if cause in causes)
 
     def _x(self, seconds: float) -> float:
         """Return the position in percent of the width."""

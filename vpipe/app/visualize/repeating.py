@@ -329,7 +329,17 @@ class _Finder:
             return None
         check(schedule)
         wanted = replace(self.wanted, programs=schedule.programs)
-        _keeps_bounds(wanted, *peaks)
+        # Of the wanted size the bounds may be lower than those that the short one keeps.
+        for rank, (held, bound) in enumerate(zip(peaks[0], wanted.peak_activations, strict=True)):
+            if held.peak_activations > bound:
+                raise CheckError(f"schedule '{wanted.name}': rank {rank} holds the activations of "
+                                 f"{counted(held.peak_activations, 'microbatch-stage')}; the schedule states at most "
+                                 f"{bound}", hint="run backwards before forwards, or state a higher peak")
+        for stage, (held, bound) in enumerate(zip(peaks[1], wanted.versions, strict=True)):
+            if held.versions > bound:
+                raise CheckError(f"schedule '{wanted.name}': stage {stage} holds "
+                                 f"{counted(held.versions, 'weight version')}; the schedule states at most {bound}",
+                                 hint="let fewer microbatches be in flight at a step, or state more versions")
         return Repeating(wanted, schedule, *_repeated(timeline, windows, patterns, copies), tuple(patterns), step,
                          *peaks)
 
@@ -382,20 +392,6 @@ def _peaks(schedule: Schedule, once: Schedule, windows: int, step: int,
             return None
         grown.append(type(peaks)(*(now + copies * (later - now) for now, later in pairs)))
     return (tuple(grown), stages) if {astuple(peaks) for peaks in stages} == {(1, 0)} else None
-
-
-def _keeps_bounds(schedule: Schedule, ranks: Sequence[Any], stages: Sequence[Any]) -> None:
-    """Hold the peaks to what the schedule states for the wanted size."""
-    for rank, (peaks, bound) in enumerate(zip(ranks, schedule.peak_activations, strict=True)):
-        if peaks.peak_activations > bound:
-            raise CheckError(f"schedule '{schedule.name}': rank {rank} holds the activations of "
-                             f"{counted(peaks.peak_activations, 'microbatch-stage')}; the schedule states at most "
-                             f"{bound}", hint="run backwards before forwards, or state a higher peak")
-    for stage, (held, bound) in enumerate(zip(stages, schedule.versions, strict=True)):
-        if held.versions > bound:
-            raise CheckError(f"schedule '{schedule.name}': stage {stage} holds "
-                             f"{counted(held.versions, 'weight version')}; the schedule states at most {bound}",
-                             hint="let fewer microbatches be in flight at a step, or state more versions")
 
 
 class _Windows:
