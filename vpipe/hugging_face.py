@@ -46,7 +46,9 @@ def from_transformers(model: Any, batch: Fields | None = None) -> Model:
     if not hasattr(type(model), "base_model_prefix"):  # which every PreTrainedModel has
         raise UserError(f"from_transformers is given {name}, not a model of transformers",
                         hint="give LlamaForCausalLM.from_pretrained(folder); adapters come after: with_adapters(...)")
+    remedy = "write its layers, about thirty lines: docs/jobs.md#a-class-of-transformers"
     if batch is None:
+        remedy = f"give an example like the batches, from_transformers(model, batch); or {remedy}"
         ids = torch.arange(16).view(2, 8) % getattr(model.config, "vocab_size", 1)
         batch = {"input_ids": ids, "labels": ids}
     known, modes = signature(type(model).forward).parameters, {part: part.training for part in model.modules()}
@@ -63,7 +65,7 @@ def from_transformers(model: Any, batch: Fields | None = None) -> Model:
             return found
     except Exception as error:
         raise UserError(f"{name} cannot be cut between its blocks: {type(error).__name__}: {error}",
-                        hint="write its layers, about thirty lines: docs/jobs.md#a-class-of-transformers") from error
+                        hint=remedy) from error
     finally:
         for part, mode in modes.items():
             part.training = mode

@@ -73,7 +73,7 @@ def test_a_plan_for_another_model_or_other_ranks_is_refused_with_both_numbers() 
     WHOLE.check_fits(7, 3)
     assert refusal(WHOLE.check_fits, 13, 4, "plan.json") == (
         "error: the plan is for a model of 7 layers, but this one has 13 (plan.json)\n"
-        "hint: vpipe plan CONFIG makes a plan for the model of a config\n"
+        "hint: make a plan for this model: vpipe plan CONFIG, or Pipeline.plan\n"
         "error: the plan is for 3 ranks, but there are 4 (plan.json)\n"
         "hint: vpipe plan CONFIG --ranks 4 makes a plan for as many")
     assert (Plan(Cut((1, 1), ranks=((0, 1), (2, 3)))).ranks, Plan(Cut((1, 1))).ranks) == (4, 2)

@@ -231,6 +231,6 @@ def test_a_script_plans_its_own_model_by_one_call(monkeypatch: pytest.MonkeyPatc
     assert plan.microbatches in (2, 4, 8)
     assert len(list(Pipeline(model, sgd, stages=plan).train([batch]))) == 1
     for wrong, message in (({"microbatches": 5}, "5 equal microb"), ({"ranks": 5}, "only 4 layers"),
-                           ({"stages": 0}, "stages is 0")):
+                           ({"stages": 0}, "stages is 0"), ({"memory_bytes": 2 ** 20}, "is Python, torch")):
         with pytest.raises(UserError, match=message):
             Pipeline.plan(model, sgd, batch, **{"ranks": 2, **wrong})

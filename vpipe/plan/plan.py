@@ -213,7 +213,8 @@ class Plan:
         problems, made_for = [], self.profiled or {}
         if sum(self.partition) != layers:
             problems.append(Problem(f"the plan is for a model of {counted(sum(self.partition), 'layer')}, but this one "
-                                    f"has {layers}", "vpipe plan CONFIG makes a plan for the model of a config", where))
+                                    f"has {layers}", "make a plan for this model: vpipe plan CONFIG, or Pipeline.plan",
+                                    where))
         elif structure and made_for.get("structure") and made_for["structure"] != structure:
             problems.append(Problem(f"the plan is for another model: {made_for.get('model_name')} (layers of digest "
                                     f"{made_for['structure']}) there, layers of digest {structure} here",

@@ -160,7 +160,7 @@ def test_a_job_keeps_its_plan_and_a_config_that_needs_no_file(tmp_path: Path) ->
 def test_a_plan_for_another_model_is_refused_with_both_numbers() -> None:
     assert refusal(Job.from_config, load({"partition": [2, 2]}, "parallel.plan=plan.json")) == (
         "error: the plan is for a model of 4 layers, but this one has 5 (plan.json)\n"
-        "hint: vpipe plan CONFIG makes a plan for the model of a config")
+        "hint: make a plan for this model: vpipe plan CONFIG, or Pipeline.plan")
 
 
 def test_a_job_follows_a_plan(tmp_path: Path) -> None:

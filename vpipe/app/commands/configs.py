@@ -17,6 +17,8 @@ from vpipe.errors import UserError, nearest
 def run_configs(options: argparse.Namespace) -> None:
     """List the configs with the first sentence of each, or print the text of one, or copy one with its JSON files."""
     shipped = shipped_configs()
+    if options.name is None and options.output is not None:
+        raise UserError("-o copies one config, but none is named", hint="write vpipe configs NAME -o FOLDER")
     if options.name is None:
         room = max(map(len, shipped), default=0) + 2
         for name, file in shipped.items():
@@ -38,7 +40,7 @@ def _copy(config: Path, folder: Path) -> None:
     try:
         for target, content in targets.items():
             if target.exists() and target.read_bytes() != content:
-                raise UserError(f"'{target}' exists and is another", hint="name another folder as --output")
+                raise UserError(f"'{target}' exists, with another content", hint="name another folder as --output")
         for target, content in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)

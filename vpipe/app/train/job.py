@@ -454,7 +454,7 @@ def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
     if made_for.get("model") != here:
         raise UserError(f"the plan is for another model: {made_for.get('model_name')} (digest {made_for.get('model')}) "
                         f"there, {model_name(job)} (digest {here}) here",
-                        hint="vpipe plan CONFIG makes a plan for the model of a config")
+                        hint="make a plan for this model: vpipe plan CONFIG, or Pipeline.plan")
     wanted: dict[str, object] = {"microbatch_size": job.microbatch_samples(job.config.microbatch_size),
                                  "precision": job.config.training.precision, "tensor": job.config.parallel.tensor}
     if on_processors(job.config):  # only ranks know the name of a GPU
