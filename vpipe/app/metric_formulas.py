@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import exp
 from statistics import quantiles
 
 from vpipe import Cut, Order, Plan
 from vpipe.errors import UserError
 from vpipe.schedules import RegisteredSchedule, Schedule
-
-__all__ = ["RECENT", "WARM_UP", "Utilization", "averaged_losses", "bubble", "counted_updates", "enough_microbatches",
-           "p95", "perplexity", "share_text"]
 
 bubble = Plan.bubble_of
 
@@ -46,30 +42,6 @@ _HUGE_LOSS = 100.0
 def perplexity(loss: float) -> float | None:
     """Return exp(loss), for a loss that is the mean cross-entropy per token; None where it is huge or no number."""
     return exp(loss) if loss < _HUGE_LOSS else None
-
-
-@dataclass(frozen=True)
-class Utilization:
-    """Shares of the peak of the devices."""
-
-    model: float  # MFU
-    hardware: float  # HFU
-
-    @classmethod
-    def of(cls, forward_flops: float, again_flops: float, per_s: float, peak_flops_per_s: float) -> Utilization:
-        """Compute both shares.
-
-        With f the floating-point operations of a forward of one token through all layers, r those of its layers
-        that are recomputed, n the tokens per second, and P the operations per second that all devices reach together:
-
-            MFU = 3 f n / P        HFU = (3 f + r) n / P
-
-        A backward takes twice the operations of a forward.
-
-        Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
-        """
-        rate = per_s / peak_flops_per_s
-        return cls(3 * forward_flops * rate, (3 * forward_flops + again_flops) * rate)
 
 
 def share_text(share: float | None) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vpipe import Pipeline, files
 from vpipe.app.launch.failure_report import write_report
-from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.run_log import METRICS
 from vpipe.app.signals import STOPS
 from vpipe.app.train.event_writers import EventWriter, check_installed, event_writers
@@ -30,8 +29,7 @@ from vpipe.app.train.summary import RunFigures
 from vpipe.app.train.trace_writer import TraceWriter
 from vpipe.distributed import exchange
 from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.runtime import StageUsage, Step
-from vpipe.schedules import delays
+from vpipe.runtime import Step
 
 Batch = Mapping[str, Tensor]
 
@@ -93,7 +91,6 @@ class RecordedRun:
         lanes = max(1, self._exchange.ranks // len({rank for ranks in pipe.placement for rank in ranks}))
         self._lanes = lanes
         self._homes = [[rank * lanes + lane for rank in ranks for lane in range(lanes)] for ranks in pipe.placement]
-        self._warm_usage: Mapping[int, Mapping[int, StageUsage]] | None = None
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -111,7 +108,7 @@ class RecordedRun:
             # How many samples a step has is known after the first.
             size = StepSize(0, 0, self._efficiency, self._next_tokens, self._step_sizes(done, pipe.position.samples))
             path = self.folder / METRICS if first else None
-            self._metrics = stack.enter_context(Metrics(path, size, None, done, events))
+            self._metrics = stack.enter_context(Metrics(path, size, None, done, events, pipe))
             self._progress = stack.enter_context(ProgressBar(self._updates, self._print_every, first, "update", done))
             self._observers: list[Observer] = [RankTimes(self.folder, pipe, self._progress.note, done=done,
                                                          lanes=self._lanes)]
@@ -177,12 +174,7 @@ class RecordedRun:
     def figures(self) -> RunFigures | None:
         """Return the figures so far that docs/metrics.md defines, as the summary of a run has them, and per stage; None
         before the first update. Every rank must call it; speeds are by its own clock."""
-        counted = len(counted_updates(self._metrics.update_s))
-        before = self._warm_usage if counted < len(self._metrics.update_s) else None
-        usages = self._pipe.usage(before)
-        schedule = self._pipe.lowered
-        delay = max(delays.mean_delay(schedule, stage) for stage in range(schedule.stages))
-        return RunFigures.from_metrics(self._metrics, usages, self._homes, None if before is None else counted, delay)
+        return RunFigures.gathered(self._metrics, self._pipe, self._homes)
 
     def _make_folder(self) -> None:
         """Make the folder on rank 0; all ranks refuse one that has a run."""
@@ -203,8 +195,6 @@ class RecordedRun:
         if not steps:
             return
         self._metrics.update(*steps)
-        if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
-            self._warm_usage = self._pipe.local_usage()
         for step in steps:
             self._progress.update(step, self._metrics)
         for warning in self._metrics.warnings():

@@ -14,7 +14,6 @@ from pathlib import Path
 from shlex import quote
 from statistics import median
 from time import perf_counter
-from types import TracebackType
 from typing import NoReturn
 
 from torch import Tensor
@@ -279,8 +278,7 @@ class Checkpointing:
     def __enter__(self) -> Checkpointing:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._saver is None:
             return
         if error is None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vpipe.errors import UserError
 
@@ -26,22 +26,6 @@ def check_installed(package: str, setting: str, remedy: str) -> None:
     if find_spec(package) is None:
         raise UserError(f"{setting}, but the package '{package}' is not installed",
                         hint=f"pip install 'vpipe[{package}]', or {remedy}")
-
-
-class EventWriter(Protocol):
-    """Pass the lines of ``metrics.jsonl`` on to another program.
-
-    Attributes:
-        name: of that program, for messages.
-    """
-
-    name: str
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """Pass on a line. After an error there are no more lines: a run outlives its charts."""
-
-    def close(self, failed: bool = False) -> None:
-        """End, after the last line; ``failed``: an error ends the run."""
 
 
 class TensorBoardWriter:
@@ -147,6 +131,10 @@ class WandbWriter:
         """End the run there, as a failed one or not; online this waits until all is uploaded."""
         with suppress(Exception):
             self._run.finish(exit_code=int(failed))
+
+
+EventWriter = TensorBoardWriter | WandbWriter
+"""Passes lines on. After one that fails there are no more: a run outlives its charts."""
 
 
 def event_writers(run: Path, first: int, config: Mapping[str, Any], *, tensorboard: bool,

@@ -22,7 +22,6 @@ from vpipe import Pipeline, Plan, accelerator, files
 from vpipe.app.config.config import config_row
 from vpipe.app.data.epoch import prefetched
 from vpipe.app.errors import LastingError, StartError
-from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow
 from vpipe.app.run_log import METRICS, Evaluation, PastMetrics, evaluations_since_best
 from vpipe.app.signals import Stopped, graceful_stop
@@ -41,7 +40,7 @@ from vpipe.app.visualize.table import csv_text
 from vpipe.checkpoint import Checkpoints
 from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
-from vpipe.runtime import StageUsage, Step
+from vpipe.runtime import Step
 from vpipe.schedules import CsvFile
 
 OWN_OBSERVERS: tuple[type[Observer], ...] = (TorchProfiler, TraceWriter, RankTimes)
@@ -120,8 +119,6 @@ class _TrainingRun:
         counted = job.model.labels if sliced else job.update.counted_labels(job.model.labels)
         self._fields = (*(name for stage in pipe.stages for name in stage.fields),
                         *(() if counted is None else (counted,)))
-        # At the first step that the figures count.
-        self._warm_usage: Mapping[int, Mapping[int, StageUsage]] | None = None
         self._cadence = Cadence(job.config.saving.every_steps, job.config.training.evaluate_every, job.updates)
         log.info("stages %s, layers %s, batch fields %s", [stage.index for stage in pipe.stages],
                  [list(stage.layers) for stage in pipe.stages], list(self._fields))
@@ -141,7 +138,8 @@ class _TrainingRun:
                         job.epochs.steps(job.samples_done, job.schedule.assignment.step_microbatches))
         events = event_writers(self._folder, job.steps_done, config_row(config), tensorboard=config.metrics.tensorboard,
                                wandb=config.metrics.wandb) if show else []
-        with Metrics(self._folder / METRICS if show else None, size, past, job.steps_done, events) as self._metrics:
+        path = self._folder / METRICS if show else None
+        with Metrics(path, size, past, job.steps_done, events, pipe) as self._metrics:
             with ExitStack() as self._exits:
                 self._open()
                 stopped = self._run_steps()
@@ -153,14 +151,9 @@ class _TrainingRun:
                         "not saved"
                     self._progress.note(f"stopped by {result.by} after {job.step_name} {self._metrics.steps}: {how}")
             pipe.check_replicas()
-            counted_steps = len(counted_updates(self._metrics.update_s))
-            before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
-            usages = pipe.usage(before)
+            figures = RunFigures.gathered(self._metrics, pipe, job.homes)
             if show:
-                self._summarize(RunFigures.from_metrics(self._metrics, usages, job.homes,
-                                                        None if before is None else counted_steps,
-                                                        max(job.advice.mean_delays)),
-                                parts)
+                self._summarize(figures, parts)
             if stopped is None:
                 for observer in self._observers:
                     observer.finish()
@@ -283,8 +276,6 @@ class _TrainingRun:
         training = self._job.config.training
         steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
         self._metrics.update(*steps)
-        if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
-            self._warm_usage = self._pipe.local_usage()
         for step in steps:
             self._progress.update(step, self._metrics)
             self._divergence.check_step(step)
@@ -329,16 +320,14 @@ class _TrainingRun:
         return True
 
     def _evaluate(self) -> None:
-        with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
-            loss = self._pipe.evaluate(batches)
-        averaged = None
-        if self._job.config.training.average is not None:
+        losses = list[float]()
+        for averaged in (False, True)[:1 + (self._job.config.training.average is not None)]:
             with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
-                averaged = self._pipe.evaluate(batches, averaged=True)
+                losses.append(self._pipe.evaluate(batches, averaged=averaged))
         steps = self._evaluated = self._metrics.steps
-        self._metrics.evaluation(steps - 1, loss, averaged)
-        self._progress.note(evaluation_text(self._job, steps, loss, averaged))
-        self._divergence.check_evaluation(steps, loss)
+        self._metrics.evaluation(steps - 1, *losses)
+        self._progress.note(evaluation_text(self._job, steps, *losses))
+        self._divergence.check_evaluation(steps, losses[0])
 
     def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:
         return read_batches(batches, kind, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)

@@ -14,14 +14,14 @@ from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
+from vpipe import Pipeline
 from vpipe.app.errors import LastingError
-from vpipe.app.metric_formulas import RECENT, Utilization, perplexity
+from vpipe.app.metric_formulas import RECENT, WARM_UP, perplexity
 from vpipe.app.progress import message_if_slow, on_terminal
 from vpipe.app.run_log import AVERAGED, Evaluation, PastMetrics
 from vpipe.app.train.event_writers import EventWriter
@@ -30,7 +30,7 @@ from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
 from vpipe.app.visualize.table import compact
 from vpipe.errors import UserError, counted
-from vpipe.runtime import Step
+from vpipe.runtime import StageUsage, Step
 
 log = logging.getLogger("vpipe")
 
@@ -67,16 +67,18 @@ class Metrics:
         past: the lines in it.
         first: steps that are done already.
         events: get the same lines.
+        pipe: that is trained.
 
     Attributes:
         size: of a step.
         update_s, samples, tokens, losses: of the updates of this attempt.
         skipped: number of those that were skipped.
         evaluations: of all attempts.
+        warm_usage: of this process at the first update that the figures count, if there is one yet.
     """
 
     def __init__(self, path: Path | None, size: StepSize, past: PastMetrics | None = None, first: int = 0,
-                 events: Iterable[EventWriter] = ()) -> None:
+                 events: Iterable[EventWriter] = (), pipe: Pipeline | None = None) -> None:
         self._path, self._file = path, None if path is None else LineWriter(path, truncate=past is None)
         self._events = list(events)
         self._warned_file, self._warned = False, set[str]()
@@ -93,6 +95,8 @@ class Metrics:
         self.losses: list[float] = []
         self.skipped = 0
         self.evaluations = [*self.past.evaluations]
+        self._pipe = pipe
+        self.warm_usage: Mapping[int, Mapping[int, StageUsage]] | None = None
 
     @property
     def steps(self) -> int:
@@ -140,6 +144,8 @@ class Metrics:
                 line["skipped"] = True
                 self.skipped += 1
             self._write(line)
+        if self._pipe is not None and self.warm_usage is None and len(self.update_s) >= WARM_UP:
+            self.warm_usage = self._pipe.local_usage()
 
     def exclude_time(self) -> None:
         """Exclude the time since the last update, or the last call, from the time of training."""
@@ -224,8 +230,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is not None:
             self._file.close()
         for events in self._events:
@@ -358,6 +363,13 @@ class LineWriter:
             self.error = error.strerror or str(error)
 
 
+class Utilization(NamedTuple):
+    """Shares of the peak of the devices."""
+
+    model: float  # MFU
+    hardware: float  # HFU
+
+
 @dataclass(frozen=True)
 class Efficiency:
     """The FLOPs of a token and the peak of the devices, from which MFU and HFU follow."""
@@ -389,8 +401,19 @@ class Efficiency:
         return replace(self, recompute_flops=sum(self.layer_flops[number] for number in chain.from_iterable(layers)))
 
     def utilization(self, tokens_per_s: float) -> Utilization:
-        """Return MFU and HFU at a speed."""
-        return Utilization.of(sum(self.layer_flops), self.recompute_flops, tokens_per_s, self.peak.flops_per_s)
+        """Return both shares at a speed.
+
+        With f the floating-point operations of a forward of one token through all layers, r those of its layers
+        that are recomputed, n the tokens per second, and P the operations per second that all devices reach together:
+
+            MFU = 3 f n / P        HFU = (3 f + r) n / P
+
+        A backward takes twice the operations of a forward.
+
+        Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
+        """
+        forward, rate = sum(self.layer_flops), tokens_per_s / self.peak.flops_per_s
+        return Utilization(3 * forward * rate, (3 * forward + self.recompute_flops) * rate)
 
     def warning(self, used: Utilization) -> str | None:
         """Return a warning about an MFU or HFU above 1; None without one."""

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from vpipe import Pipeline
@@ -86,8 +85,7 @@ class RankTimes(Observer):
         while self._pending:
             self._show(self._pending.popleft())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._file is not None:
             self._file.close()
 

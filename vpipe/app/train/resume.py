@@ -27,20 +27,10 @@ from vpipe.app.config.config import (
 from vpipe.app.config.origin import PATHS, RUN, TOKENIZER, read_origin
 from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import describe, parse
-from vpipe.app.data.dataset import Tokenized
 from vpipe.app.data.registry import keys_read
 from vpipe.app.families.lora import is_adapter
 from vpipe.app.run_log import PastMetrics, RunLog, evaluations_since_best
-from vpipe.app.train.run_folder import (
-    CONFIG,
-    EARLIER,
-    PLAN,
-    begin_attempt,
-    checkpoints_root,
-    lock_run,
-    next_attempt,
-    why_unsaved,
-)
+from vpipe.app.train.run_folder import CONFIG, EARLIER, PLAN, begin_attempt, checkpoints_root, lock_run, why_unsaved
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import Problem, UserError, counted
 
@@ -252,8 +242,7 @@ def checkpoint_roots(run: Path) -> Iterator[Path]:
     root = absolute_path(checkpoints_root(run_config(run), run))
     yield root
     texts, found = {(run / CONFIG).read_text(errors="replace")}, {root}
-    earlier = [path for path in (run / EARLIER).glob("*") if path.name.isdecimal()]
-    for path in sorted(earlier, key=lambda path: int(path.name), reverse=True):
+    for path in sorted(_earlier(run), key=lambda path: int(path.name), reverse=True):
         with suppress(OSError, UserError):  # that of another version
             text = (path / CONFIG).read_text(errors="replace")
             if text in texts:
@@ -263,6 +252,11 @@ def checkpoint_roots(run: Path) -> Iterator[Path]:
             if root not in found:
                 found.add(root)
                 yield root
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Return what earlier attempts have left in a folder, a folder each."""
+    return [path for path in (folder / EARLIER).glob("*") if path.name.isdecimal()]
 
 
 def _next_root(config: Config, run: Path) -> Path:
@@ -368,7 +362,8 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     lock_run(folder)
     roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
     check_room(job, roots[0])
-    attempt, last = next_attempt([folder, *roots]), RunLog(folder).last_step()
+    before = [int(path.name) for root in (folder, *roots) for path in _earlier(root)]
+    attempt, last = str(max(before, default=0) + 1), RunLog(folder).last_step()
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
     moved = [name for root in roots for name in _move_later(root, steps, attempt)]
     changed = [] if manifest is None else changed_keys(manifest, job.config) + _data_differences(folder, manifest, job)
@@ -386,8 +381,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
 
 def other_tokens(manifest: Manifest, job: Job) -> str | None:
     """Return a warning about imported weights whose tokenizer the data do not use."""
-    data, given = job.dataset, job.config.dataset.tokenizer
-    own = data.tokenizer_path if isinstance(data, Tokenized) else None
+    given, own = job.config.dataset.tokenizer, job.tokenizer_path
     if not manifest.arrangement.get(IMPORTED) or given is not None or own is None:
         return None
     return (f"the data's tokens are those of '{own}'; unless that is the imported weights' tokenizer, an id means "

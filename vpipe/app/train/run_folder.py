@@ -102,12 +102,6 @@ def checkpoints_root(config: Config, folder: Path) -> Path:
     return folder / "checkpoints" if directory is None else directory / folder.name
 
 
-def next_attempt(folders: Iterable[Path]) -> str:
-    """Return a name in ``earlier`` that none of these folders has yet."""
-    before = [int(found.name) for folder in folders for found in (folder / EARLIER).glob("*") if found.name.isdecimal()]
-    return str(max(before, default=0) + 1)
-
-
 def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str]) -> None:
     """Prepare a run's folder for another attempt: files of the one before move to ``earlier/<attempt>/``.
 
@@ -115,7 +109,7 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
     checkpoint has more steps than ``lines``.
 
     Args:
-        attempt: see :func:`next_attempt`.
+        attempt: a name that is not in ``earlier`` yet.
         config: the resolved config of the new attempt.
         lines: of ``metrics.jsonl`` that stay.
 

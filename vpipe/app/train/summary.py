@@ -10,6 +10,7 @@ from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
+from vpipe import Pipeline
 from vpipe.app.data.dataset import Described, Padded, VaryingBatches
 from vpipe.app.metric_formulas import averaged_losses, bubble, counted_updates, p95, perplexity, share_text
 from vpipe.app.train.job import Job, on_processors
@@ -19,7 +20,7 @@ from vpipe.app.train.rank_times import FIGURES, figure_texts
 from vpipe.app.visualize.table import compact, filled, fitted, milliseconds, terminal_columns
 from vpipe.errors import counted
 from vpipe.runtime import StageUsage
-from vpipe.schedules import CsvFile
+from vpipe.schedules import CsvFile, delays
 from vpipe.units import size_text
 
 
@@ -309,6 +310,14 @@ class RunFigures:
     usage_steps: int  # steps that bubble, sent_bytes and stages count: the counted ones, if they can be told apart
 
     @classmethod
+    def gathered(cls, metrics: Metrics, pipe: Pipeline, homes: Sequence[Sequence[int]]) -> RunFigures | None:
+        """Compute the figures of a run; every rank must call it. ``homes``: the processes of each stage."""
+        counted = len(counted_updates(metrics.update_s))
+        before = metrics.warm_usage if counted < len(metrics.update_s) else None
+        delay = max(delays.mean_delay(pipe.lowered, stage) for stage in range(pipe.lowered.stages))
+        return cls.from_metrics(metrics, pipe.usage(before), homes, None if before is None else counted, delay)
+
+    @classmethod
     def from_metrics(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Sequence[Sequence[int]],
                      usage_steps: int | None = None, mean_delay: float | None = None) -> RunFigures | None:
         """Compute the figures from rank 0's metrics and the usage of all ranks; None for an attempt without a step.
@@ -357,15 +366,11 @@ class RunFigures:
 
     def as_row(self) -> dict[str, float | str | None]:
         """Return the figures by name, one value each; times in seconds, sizes in bytes."""
-        row = {name: _short(getattr(self, name)) for name in OWN}
-        if self.peak is None:
-            return row | dict.fromkeys(PEAK)
-        return row | dict(zip(PEAK, (_short(self.peak.tflops), self.peak.devices, str(self.peak)), strict=True))
-
-
-OWN = tuple(field.name for field in fields(RunFigures) if field.name not in ("peak", "stages", "usage_steps"))
-PEAK = ("peak_tflops", "devices", "peak_is")
-"""Keys of :meth:`RunFigures.as_row`: first the former, then the latter."""
+        row = {field.name: _short(getattr(self, field.name)) for field in fields(self)
+               if field.name not in ("peak", "stages", "usage_steps")}
+        peak = self.peak
+        return row | {"peak_tflops": peak and _short(peak.tflops), "devices": peak and peak.devices,
+                      "peak_is": peak and str(peak)}
 
 
 def _short(value: Any) -> Any:

@@ -7,7 +7,6 @@ import os
 import re
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from torch._C._profiler import _ExperimentalConfig
@@ -115,8 +114,7 @@ class TorchProfiler(Observer):
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError
             self._run.note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._recording is not None:
             self._end()
         if not self.made:

@@ -8,7 +8,6 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import IO, Self
 
 from vpipe import Pipeline
@@ -111,8 +110,7 @@ class TraceWriter(Observer):
                 **({} if pipe.lowered.slices == 1 else {"slices": pipe.lowered.slices}),
                 **({} if self._lanes == 1 else {"lane": pipe.lane, "lanes": self._lanes})}
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *failure: object) -> None:
         for rank in list(self._files):
             clocks = [_clock(*clock) for clock in self._clocks[1:]]
             self._write(rank, *clocks, *(['{"truncated": true}'] if self._recorders[rank].full else []))
