@@ -18,7 +18,7 @@ from vpipe.app.commands.plan import microbatch_choices, with_ranks
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.rank_env import hosts_of, ranks_of
 from vpipe.app.train.job import Job, model_digest
-from vpipe.app.train.planning import memory_limit, request_of, updates_every
+from vpipe.app.train.planning import memory_limit, request_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.plan.solver.solve import solve
@@ -334,7 +334,8 @@ def test_the_numbers_of_microbatches_that_are_tried(tmp_path: Path, schedule: st
     config = load_config(write_config(tmp_path, parallel__schedule=schedule, parallel__update_every=every,
                                       training__num_microbatches=count, dataset__batch_size=samples))
     assert microbatch_choices(config) == tried
-    assert updates_every(config, tried) == updates
+    profiles = {number: made_profile(5, samples // number, 2) for number in tried}
+    assert request_of(Job.from_config(config), profiles, None).update_every == updates
 
 
 def test_a_plan_is_valid_json_with_the_keys_of_vpipe(said: Said) -> None:

@@ -12,17 +12,15 @@ from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 
 from vpipe import Pipeline, files
 from vpipe.app.launch.failure_report import write_report
 from vpipe.app.run_log import METRICS
 from vpipe.app.signals import STOPS
-from vpipe.app.train.event_writers import EventWriter, check_installed, event_writers
+from vpipe.app.train.event_writers import check_installed, event_writers
 from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer
-from vpipe.app.train.peak_flops import find_peak
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.run_folder import FACTS, running
 from vpipe.app.train.summary import RunFigures
@@ -83,10 +81,7 @@ class RecordedRun:
         self._stopped = False
         self._updates, self._tokens_per_sample, self._print_every = updates, tokens_per_sample, print_every
         self._next_tokens, self._trace, self._tensorboard, self._wandb = next_tokens, trace, tensorboard, wandb
-        self._efficiency: Efficiency | None = None
-        if flops is not None:
-            peak = find_peak(pipe.device, pipe.description.precision.dtype or torch.float32, peak_tflops)
-            self._efficiency = Efficiency(tuple(flops), 0.0, peak).with_recompute(pipe.recomputed)
+        self._efficiency = Efficiency.of_pipe(pipe, flops, peak_tflops)
         self._exchange = exchange(timeout_s=pipe.description.transfers.timeout_s)
         lanes = max(1, self._exchange.ranks // len({rank for ranks in pipe.placement for rank in ranks}))
         self._lanes = lanes
@@ -98,13 +93,13 @@ class RecordedRun:
         done = pipe.position.updates
         self._make_folder()
         with ExitStack() as stack:
-            events: list[EventWriter] = []
             if first:
                 stack.enter_context(running(self.folder))
                 files.replace_text(self.folder / FACTS, json.dumps({
                     "updates": self._updates, "max_minutes": None, "ranks": self._homes, "partition": pipe.partition,
                     "planned_s": None}))
-                events = event_writers(self.folder, done, {}, tensorboard=self._tensorboard, wandb=self._wandb)
+            events = event_writers(self.folder, done, {}, tensorboard=self._tensorboard,
+                                   wandb=self._wandb) if first else []
             # How many samples a step has is known after the first.
             size = StepSize(0, 0, self._efficiency, self._next_tokens, self._step_sizes(done, pipe.position.samples))
             path = self.folder / METRICS if first else None

@@ -343,9 +343,9 @@ def test_rows_of_other_columns_make_one_table() -> None:
 
 
 def test_operations_of_the_layers_that_are_recomputed_count_for_hfu_only(tmp_path: Path) -> None:
-    job = job_of(tmp_path, parallel__recompute=[0.0, 0.5], metrics__peak_tflops=1e-6)
+    job = job_of(tmp_path, parallel__recompute=[0.0, 0.5])
     flops = model_flops(job.config.model, len(job.model))
-    efficiency = Efficiency.from_job(job)
+    efficiency = Efficiency.of_pipe(build_pipeline(job), flops, 1e-6)
     assert flops is not None
     assert efficiency is not None
     assert efficiency.recompute_flops == flops[4]  # of the layers 3 and 4 of the second stage

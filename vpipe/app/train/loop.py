@@ -29,6 +29,7 @@ from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.event_writers import event_writers
 from vpipe.app.train.job import OBSERVERS, Job, device_of
 from vpipe.app.train.metrics import Efficiency, Metrics, ProgressBar, StepSize
+from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.resume import ResumePoint
@@ -133,8 +134,9 @@ class _TrainingRun:
             past.time_s, evaluations = exchange().from_rank([past.time_s, past.evaluations])
             past.evaluations = [Evaluation(*each) for each in evaluations]
             self._evaluated = evaluations[-1][0] + 1 if evaluations else 0
-        size = StepSize(*job.step_size, Efficiency.from_job(job, show),
-                        job.learns_next_tokens,
+        flops = model_flops(config.model, len(job.model))
+        efficiency = Efficiency.of_pipe(pipe, flops, config.metrics.peak_tflops, show)
+        size = StepSize(*job.step_size, efficiency, job.learns_next_tokens,
                         job.epochs.steps(job.samples_done, job.schedule.assignment.step_microbatches))
         events = event_writers(self._folder, job.steps_done, config_row(config), tensorboard=config.metrics.tensorboard,
                                wandb=config.metrics.wandb) if show else []

@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
@@ -25,8 +25,6 @@ from vpipe.app.metric_formulas import RECENT, WARM_UP, perplexity
 from vpipe.app.progress import message_if_slow, on_terminal
 from vpipe.app.run_log import AVERAGED, Evaluation, PastMetrics
 from vpipe.app.train.event_writers import EventWriter
-from vpipe.app.train.job import Job, device_of
-from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
 from vpipe.app.visualize.table import compact
 from vpipe.errors import UserError, counted
@@ -379,26 +377,21 @@ class Efficiency:
     peak: PeakFlops
 
     @classmethod
-    def from_job(cls, job: Job, show: bool = False) -> Efficiency | None:
-        """Return the efficiency of a job, the same on every rank; None for a family that does not give FLOPs.
+    def of_pipe(cls, pipe: Pipeline, layer_flops: Sequence[float] | None, peak_tflops: float | None,
+                show: bool = False) -> Efficiency | None:
+        """Return the efficiency of a pipeline, the same on every rank; None for a model that does not give its FLOPs.
 
-        All ranks call this: together they measure a peak that the config does not give.
+        All ranks call this: together they measure a peak that is not given.
 
         Args:
             show: whether to print a line if measuring takes long.
         """
-        layers = model_flops(job.config.model, len(job.model))
-        if layers is None:
+        if layer_flops is None:
             return None
-        config, device = job.config, device_of(job.config)
-        dtype, given = config.training.computed.dtype or torch.float32, config.metrics.peak_tflops
-        with nullcontext() if given is not None else message_if_slow("measuring what the devices can do", show):
-            peak = find_peak(device, dtype, given)
-        return cls(tuple(layers), 0.0, peak).with_recompute(job.cut.recomputed)
-
-    def with_recompute(self, layers: Iterable[Iterable[int]]) -> Efficiency:
-        """Return the efficiency if these layers, given per stage, are recomputed."""
-        return replace(self, recompute_flops=sum(self.layer_flops[number] for number in chain.from_iterable(layers)))
+        with message_if_slow("measuring what the devices can do", show and peak_tflops is None):
+            peak = find_peak(pipe.device, pipe.description.precision.dtype or torch.float32, peak_tflops)
+        again = sum(layer_flops[number] for number in chain.from_iterable(pipe.recomputed))
+        return cls(tuple(layer_flops), again, peak)
 
     def utilization(self, tokens_per_s: float) -> Utilization:
         """Return both shares at a speed.

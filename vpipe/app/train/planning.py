@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -99,9 +99,9 @@ def request_of(job: Job, profiles: Mapping[int, Profile], memory_bytes: int | No
         anew: all else is left open, but the slices of this job, its updates, and whether its schedule has a flush.
     """
     parallel, slices = job.config.parallel, (anew or job).config.parallel.slices
-    every = updates_every(job.config, profiles)
-    if anew is not None:
-        every = {count: update_samples(anew) * count // job.config.dataset.batch_size for count in every}
+    own = (parallel.update_every or 1) if anew is None else update_samples(anew)
+    of = job.config.microbatches if anew is None else job.config.dataset.batch_size
+    every: dict[int, int | None] = {count: own * count // of for count in profiles if parallel.asynchronous}
     free = PlanRequest(
         profiles, job.schedule.ranks, memory_bytes,
         RegisteredSchedule.for_plans(flush=not parallel.asynchronous, slices=slices),
@@ -118,12 +118,6 @@ def update_samples(job: Job) -> int:
     """Return the samples of an update, of the stage that takes most."""
     per_update = map(job.schedule.assignment.per_update, range(job.cut.count))
     return max(per_update) // job.schedule.slices * job.config.microbatch_size
-
-
-def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None]:
-    """Return microbatches per update and replica by number of microbatches, for equal samples; none with a flush."""
-    every = config.parallel.update_every or 1
-    return {count: every * count // config.microbatches for count in counts if config.parallel.asynchronous}
 
 
 def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:

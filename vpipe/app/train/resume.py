@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe import Plan
 from vpipe.app.config.apply_plan import contradictions, read_plan
-from vpipe.app.config.config import (
-    CheckpointSection,
-    Config,
-    ModelSection,
-    config_row,
-    config_tree,
-    flatten,
-    load_config,
-)
+from vpipe.app.config.config import Config, ModelSection, config_row, config_tree, flatten, load_config
 from vpipe.app.config.origin import PATHS, RUN, TOKENIZER, read_origin
 from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import describe, parse
@@ -199,7 +191,7 @@ def changed_keys(manifest: Manifest, config: Config) -> list[str]:
     before = parse(manifest.config, "", "the checkpoint's config")
     if not isinstance(before.value, dict):
         return []
-    no_section = CheckpointSection.model_validate({}).model_dump(mode="json")
+    no_section = config.model_copy(update={"checkpoint": None}).saving.model_dump(mode="json")
     then = _options_apart(flatten({name: no_section if name == "checkpoint" and section is None else section
                          for name, section in before.value.items()}))
     had_flush = not manifest.arrangement.get("drained")
