@@ -91,7 +91,6 @@ def test_a_gpu_that_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch, pre
     of_four_ranks(monkeypatch)
     found = find_peak(GPU, torch.float32, None)
     assert found == PeakFlops(tflops, 3, kind, "the data sheet of NVIDIA A100-SXM4-40GB")
-    assert found.flops_per_s == pytest.approx(3e12 * tflops)
 
 
 def test_where_one_gpu_is_not_known_all_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_an_evaluation_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
 
 def test_the_last_good_checkpoint_is_named_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([2.0, float("inf"), 2.0, 2.0])
-    monkeypatch.setattr(Pipeline, "evaluate", lambda *_: next(losses))
+    monkeypatch.setattr(Pipeline, "evaluate", lambda *_, **__: next(losses))
     folder = tmp_path / "a run"
     with pytest.raises(LastingError, match="the evaluation loss is inf after update 2") as caught:
         begin(folder, training__evaluate_every=1, training__max_steps=3, checkpoint__every_steps=1)
@@ -205,7 +205,7 @@ def test_the_best_is_kept_and_patience_ends_the_run(tmp_path: Path, monkeypatch:
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     """So does the run that goes on; which counts the evaluations of all attempts."""
     losses = iter([3.0, 2.0, 2.5, 2.0, 9.9, 2.1])
-    monkeypatch.setattr(Pipeline, "evaluate", lambda *_: next(losses))
+    monkeypatch.setattr(Pipeline, "evaluate", lambda *_, **__: next(losses))
     run = begin(tmp_path, training__evaluate_every=1, training__patience=2, training__max_steps=9,
                 checkpoint__every_steps=3, checkpoint__keep=1, checkpoint__at_end=True)
     assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-2", "step-4"]

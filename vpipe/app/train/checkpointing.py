@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -67,7 +67,7 @@ class Cadence:
         return every is not None and steps // every > before // every
 
 
-class Checkpointing:
+class Checkpointing(AbstractContextManager["Checkpointing"]):
     """Save a run. Every rank makes one and calls the same methods after the same steps.
 
     If not all hosts see the run's folder, that is an error where the config has a section ``checkpoint``; without one,
@@ -274,9 +274,6 @@ class Checkpointing:
         at, steps = step - self._job.steps_done, self._job.cut.count
         around = self._metrics.update_s[max(0, at - steps):at + steps]
         return max(0.0, sum(around) - pause_s - len(around) * median(self._metrics.update_s))
-
-    def __enter__(self) -> Checkpointing:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._saver is None:

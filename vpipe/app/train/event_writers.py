@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vpipe.app.errors import os_errors
 from vpipe.errors import UserError
 
 FOLDER = "tensorboard"
@@ -50,15 +51,13 @@ class TensorBoardWriter:
 
         self._event, self._summary = Event, Summary
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        try:
+        with os_errors(f"cannot write events into '{run / FOLDER}'",
+                       "make it writable, or set metrics.tensorboard to false"):
             (run / FOLDER).mkdir(exist_ok=True)
             self._records = RecordWriter((run / FOLDER / name).open("wb"))
             self._write(file_version="brain.Event:2")
             if first:
                 self._write(step=first, session_log=SessionLog(status=SessionLog.START))
-        except OSError as error:
-            raise UserError(f"cannot write events into '{run / FOLDER}': {error.strerror}",
-                            hint="make it writable, or set metrics.tensorboard to false") from None
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Write the numbers of a line of ``metrics.jsonl``; those of a checkpoint or the summary go under that name."""
@@ -75,15 +74,13 @@ class TensorBoardWriter:
         self._records.flush()
 
 
-def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars(line: Mapping[str, Any], group: str | None = None) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a line of ``metrics.jsonl`` by name; ``checkpoint/`` or ``summary/`` before some."""
-    yield from _numbers(line, next((f"{key}/" for key in ("checkpoint", "summary") if key in line), ""))
-
-
-def _numbers(line: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
+    if group is None:
+        group = next((f"{key}/" for key in ("checkpoint", "summary") if key in line), "")
     for key, value in line.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, group)
+            yield from scalars(value, group)
         elif isinstance(value, (int, float)) and key != "step":
             yield group + key, value
 

@@ -443,15 +443,14 @@ class DivergenceCheck:
             if self._in_a_row < most:
                 return
             what = f"{most} {self._job.step_name}s in a row were skipped; {what}"
-            scale = self._job.config.training.computed.loss_scale
-            if overflow and scale is not None:
-                flush = not self._job.config.parallel.asynchronous
-                self._stop(f"{what} at step {step.index}", f"lower training.loss_scale, which is {scale:g}"
-                           + ", or let it be found" * flush,
-                           f"training.loss_scale={'dynamic' if flush else f'{scale / 64:g}'}")
-            if overflow:
-                self._stop(f"{what} at step {step.index}", "bf16 has fp32's range", "training.precision=bf16")
-        self._stop(f"{what} at step {step.index}", microbatch=step.not_finite)
+        scale, remedy, setting = self._job.config.training.computed.loss_scale, "", ""
+        if overflow and scale is not None:
+            flush = not self._job.config.parallel.asynchronous
+            remedy = f"lower training.loss_scale, which is {scale:g}" + ", or let it be found" * flush
+            setting = f"training.loss_scale={'dynamic' if flush else f'{scale / 64:g}'}"
+        elif overflow:
+            remedy, setting = "bf16 has fp32's range", "training.precision=bf16"
+        self._stop(f"{what} at step {step.index}", remedy, setting, None if overflow else step.not_finite)
 
     def check_evaluation(self, steps: int, loss: float) -> None:
         """Check an evaluation; with ``on_nan: skip`` its loss may be infinite.

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -20,14 +20,14 @@ import torch
 from tqdm import tqdm
 
 from vpipe import Pipeline
-from vpipe.app.errors import LastingError
+from vpipe.app.errors import LastingError, os_errors
 from vpipe.app.metric_formulas import RECENT, WARM_UP, perplexity
 from vpipe.app.progress import message_if_slow, on_terminal
 from vpipe.app.run_log import AVERAGED, Evaluation, PastMetrics
 from vpipe.app.train.event_writers import EventWriter
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
 from vpipe.app.visualize.table import compact
-from vpipe.errors import UserError, counted
+from vpipe.errors import counted
 from vpipe.runtime import StageUsage, Step
 
 log = logging.getLogger("vpipe")
@@ -55,7 +55,7 @@ class StepSize:
         return perplexity(loss) if self.next_tokens else None
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """Write a line per update at once, and collect the figures of the summary; docs/metrics.md defines the keys.
 
     A number that is not finite is ``null``.
@@ -225,9 +225,6 @@ class Metrics:
                     self._event_errors[events.name] = (
                         getattr(failed, "strerror", None) or str(failed) or type(failed).__name__)
 
-    def __enter__(self) -> Metrics:
-        return self
-
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._file is not None:
             self._file.close()
@@ -235,7 +232,7 @@ class Metrics:
             events.close(kind is not None)
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """Show steps, loss, perplexity, gradient norm, tokens per second and time left: a bar, or lines.
 
     There is a line every ``every`` steps; it also goes to the log of each rank. The bar, which must fit 80 columns, has
@@ -290,9 +287,6 @@ class ProgressBar:
         elif self._show and on_terminal:
             self._bar.write(text, file=sys.stderr)
 
-    def __enter__(self) -> ProgressBar:
-        return self
-
     def __exit__(self, *failure: object) -> None:
         self._bar.close()
 
@@ -318,11 +312,9 @@ class LineWriter:
     def __init__(self, path: Path, truncate: bool) -> None:
         self.error: str | None = None
         self._path, self._waiting = path, bytearray()
-        try:
+        with os_errors(f"cannot write '{path}'", "make it writable, or make room"):
             self._file: int | None = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0), 0o666)
-        except OSError as error:
-            raise UserError(f"cannot write '{path}': {error.strerror}", hint="make it writable, or make room") from None
 
     @property
     def waiting(self) -> int:
@@ -405,7 +397,7 @@ class Efficiency:
 
         Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
         """
-        forward, rate = sum(self.layer_flops), tokens_per_s / self.peak.flops_per_s
+        forward, rate = sum(self.layer_flops), tokens_per_s / (1e12 * self.peak.tflops * self.peak.devices)
         return Utilization(3 * forward * rate, (3 * forward + self.recompute_flops) * rate)
 
     def warning(self, used: Utilization) -> str | None:

@@ -65,8 +65,8 @@ def known_tflops(name: str, kind: str) -> float | None:
     return found
 
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtype of products, by the kind of arithmetic."""
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Kind of arithmetic by the dtype of products; ``tf32`` where the device multiplies fp32 so."""
 
 GIVEN = "as metrics.peak_tflops says"
 
@@ -87,11 +87,6 @@ class PeakFlops:
     kind: str  # fp32, tf32, bf16 or fp16
     source: str  # of the number, for people
 
-    @property
-    def flops_per_s(self) -> float:
-        """Return the operations per second of all devices together."""
-        return 1e12 * self.tflops * self.devices
-
     def __str__(self) -> str:
         several = "" if self.devices == 1 else f"{self.devices} devices x "
         return f"{several}{self.tflops:,.4g} TFLOP/s {self.kind}, {self.source}"
@@ -108,7 +103,7 @@ def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | No
         dtype: that the model computes in.
         given_tflops: of one device; None where the user gives none.
     """
-    kind = _kind(dtype, device)
+    kind = "tf32" if dtype == torch.float32 and accelerator.multiplies_in_tf32(device) else KINDS[dtype]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if device.type == "cpu" and given_tflops is not None:
         return PeakFlops(given_tflops, ranks, kind, GIVEN)
@@ -123,12 +118,6 @@ def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | No
     if known is not None and peaks == {known}:
         return PeakFlops(known, devices, kind, f"the data sheet of {accelerator.name_of(device)}")
     return PeakFlops(_measured(group, device, dtype) / devices / 1e12, devices, kind, "measured")
-
-
-def _kind(dtype: torch.dtype, device: torch.device) -> str:
-    if dtype == torch.float32 and accelerator.multiplies_in_tf32(device):
-        return "tf32"
-    return next(kind for kind, other in DTYPES.items() if other == dtype)
 
 
 def _measured(group: RankGroup, device: torch.device, dtype: torch.dtype) -> float:

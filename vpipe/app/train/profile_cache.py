@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from vpipe.app.errors import os_errors
 from vpipe.errors import UserError
 from vpipe.plan import Profile
 
@@ -55,9 +56,7 @@ def store(profile: Profile, directory: Path | None = None) -> None:
         raise UserError(f"the profile of {profile.identity.model_name} is not kept: its layers hold objects or "
                         "functions whose content cannot be read", hint="each run measures anew")
     path = profile_path(digest, directory)
-    try:
+    with os_errors(f"the profile cannot be kept in {path.parent}",
+                   "name a folder that can be written as dataset.cache_directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
-    except OSError as error:
-        raise UserError(f"the profile cannot be kept in {path.parent}: {error.strerror}",
-                        hint="name a folder that can be written as dataset.cache_directory") from None

@@ -32,12 +32,11 @@ log = logging.getLogger("vpipe")
 
 
 class _Report(NamedTuple):
-    """The figures of several updates on their way to rank 0: all ranks have sent them after update ``due``."""
+    """The figures of several updates on their way to rank 0."""
 
     first: int
     last: int
     gathered: Callable[[], list[dict[str, list[float]]]]
-    due: int
 
 
 class RankTimes(Observer):
@@ -60,7 +59,7 @@ class RankTimes(Observer):
         self._asked, self._every = every is not None, every or UNASKED
         self._wrote_s = float("-inf")
         self._exchange = exchange(timeout_s=pipe.description.transfers.timeout_s)
-        # Without a flush a rank is ahead of another by a few updates at most.
+        # All ranks have sent their figures so many updates later: without a flush one is ahead by a few at most.
         self._lead = 1 if pipe.lowered.flush else 2 * len(pipe.placement)
         self._pending: deque[_Report] = deque()
         self._reported = done
@@ -75,7 +74,7 @@ class RankTimes(Observer):
 
     def step(self, done: int) -> None:
         """Report if due after ``done`` updates, those of earlier attempts included."""
-        while self._pending and self._pending[0].due <= done:
+        while self._pending and self._pending[0].last + self._lead <= done:
             self._show(self._pending.popleft())
         if done // self._every > self._reported // self._every:
             self._report(done)
@@ -101,7 +100,7 @@ class RankTimes(Observer):
                 cells = ", ".join(map(" ".join, zip(heads, texts, strict=True)))
                 log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
         gathered = self._exchange.gather(here, "sharing where its time went")
-        self._pending.append(_Report(self._reported + 1, done, gathered, done + self._lead))
+        self._pending.append(_Report(self._reported + 1, done, gathered))
         self._reported, self._before = done, usage
 
     def _show(self, report: _Report) -> None:

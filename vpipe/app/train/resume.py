@@ -20,6 +20,7 @@ from vpipe.app.config.origin import PATHS, RUN, TOKENIZER, read_origin
 from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import describe, parse
 from vpipe.app.data.registry import keys_read
+from vpipe.app.errors import os_errors
 from vpipe.app.families.lora import is_adapter
 from vpipe.app.run_log import PastMetrics, RunLog, evaluations_since_best
 from vpipe.app.train.run_folder import CONFIG, EARLIER, PLAN, begin_attempt, checkpoints_root, lock_run, why_unsaved
@@ -171,14 +172,10 @@ def check_config(config: Config, manifest: Manifest) -> None:
     """
     if manifest.arrangement.get(IMPORTED):
         return
-    before = parse(manifest.config, "", "the checkpoint's config")
-    problems = []
-    for key, why in _BINDING.items():
-        section, _, name = key.partition(".")
-        then, now = before.get((section, name)), getattr(getattr(config, section), name)
-        if then is not None and then != now:
-            problems.append(Problem(f"{key} is {describe(now)}, but the checkpoint was made with {describe(then)}",
-                                    f"leave it as it was: {why}"))
+    before, now = parse(manifest.config, "", "the checkpoint's config"), config_row(config)
+    problems = [Problem(f"{key} is {describe(now[key])}, but the checkpoint was made with {describe(then)}",
+                        f"leave it as it was: {why}")
+                for key, why in _BINDING.items() if (then := before.get(tuple(key.split(".")))) not in (None, now[key])]
     if problems:
         raise UserError.all_of(problems)
 
@@ -281,7 +278,7 @@ def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
     folder, moved = Checkpoints(root), list[str]()
     if not root.is_dir():
         return moved
-    try:
+    with os_errors(f"cannot tidy the folder of checkpoints '{root}'", "make it writable"):
         folder.clear_leftovers()
         for path in reversed(folder.all()):
             if Checkpoints.step_of(path) > steps:
@@ -290,9 +287,6 @@ def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
                 path.rename(aside / path.name)
                 moved.insert(0, path.name)
         folder.update_latest()
-    except OSError as error:
-        raise UserError(f"cannot tidy the folder of checkpoints '{root}': {error.strerror}",
-                        hint="make it writable") from None
     return moved
 
 

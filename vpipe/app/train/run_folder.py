@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 from vpipe import files
 from vpipe.app.config.origin import KEPT, ORIGIN
+from vpipe.app.errors import os_errors
 from vpipe.app.run_log import METRICS, RunLog
 from vpipe.errors import UserError, counted
 
@@ -46,7 +47,8 @@ def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path
         UserError: a folder cannot be made or written.
     """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    try:
+    with os_errors(f"cannot make the run's folder in '{log_directory}'",
+                   "set log_directory to a folder that can be written"):
         for attempt in count():
             folder = log_directory / (stamp if attempt == 0 else f"{stamp}.{attempt}")
             try:
@@ -59,9 +61,6 @@ def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path
                 continue
             (folder / CONFIG).write_text(resolved_config)
             return folder
-    except OSError as error:
-        raise UserError(f"cannot make the run's folder in '{log_directory}': {error.strerror}",
-                        hint="set log_directory to a folder that can be written") from None
     raise AssertionError("count() does not end")
 
 
@@ -116,7 +115,7 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
     Raises:
         UserError: the folder cannot be written.
     """
-    try:
+    with os_errors(f"cannot write into the run's folder '{folder}'", "make it writable, or make room"):
         earlier = folder / EARLIER / attempt
         earlier.mkdir(parents=True)
         for name in (CONFIG, METRICS, PLAN, PROFILE, ORIGIN, *KEPT):
@@ -128,9 +127,6 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
                 path.rename(earlier / path.name)
         files.replace_text(folder / METRICS, "".join(f"{line}\n" for line in lines))
         files.replace_text(folder / CONFIG, config)
-    except OSError as error:
-        raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
-                        hint="make it writable, or make room") from None
 
 
 @contextmanager
@@ -162,15 +158,15 @@ def check_not_running(folder: Path) -> None:
         _lock(folder, RUNNING).close()
 
 
-_locked: dict[Path, ExitStack] = {}
+_locked, _locks = set[Path](), ExitStack()
 """The runs that this process has locked by :func:`lock_run`."""
 
 
 @atexit.register
 def unlock_runs() -> None:
     """Unlock all runs that this process has locked by :func:`lock_run`."""
-    while _locked:
-        _locked.popitem()[1].close()
+    _locked.clear()
+    _locks.close()
 
 
 def lock_run(folder: Path) -> None:
@@ -182,13 +178,9 @@ def lock_run(folder: Path) -> None:
         UserError: another process has locked it, or the run is still going.
     """
     if folder not in _locked:
-        lock = ExitStack()
-        try:
-            lock.enter_context(running(folder, LAUNCHED))
-        except OSError as error:
-            raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
-                            hint="make it writable, or make room") from None
-        _locked[folder] = lock
+        with os_errors(f"cannot write into the run's folder '{folder}'", "make it writable, or make room"):
+            _locks.enter_context(running(folder, LAUNCHED))
+        _locked.add(folder)
     check_not_running(folder)
 
 

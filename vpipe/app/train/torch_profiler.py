@@ -14,10 +14,10 @@ from torch.autograd.profiler import profile, record_function
 
 from vpipe import accelerator
 from vpipe.app.config.config import Config
+from vpipe.app.errors import os_errors
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.observers import Observer, Run
 from vpipe.distributed import watch
-from vpipe.errors import UserError
 from vpipe.schedules import CsvFile
 
 log = logging.getLogger("vpipe")
@@ -48,11 +48,9 @@ class TorchProfiler(Observer):
         self._recording: tuple[profile, ExitStack] | None = None
         self._root = run.folder / f"profiler_{profile_name(job.config, pipe.schedule)}"
         self._file = self._root / f"rank{pipe.rank}" / f"rank{pipe.rank}.{self._step}.pt.trace.json"
-        try:
+        with os_errors(f"cannot write the profile '{self._file}'",
+                       "make room there, or leave training.profile_iteration out"):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write the profile '{self._file}': {error.strerror}",
-                            hint="make room there, or leave training.profile_iteration out") from None
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler prints a line as it starts
         with self._recorder():
             pass  # on a GPU the first start takes seconds, which the step would seem to take

@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import IO, Self
 
 from vpipe import Pipeline
+from vpipe.app.errors import os_errors
 from vpipe.app.train.observers import Observer, Run
-from vpipe.errors import UserError
 from vpipe.schedules import RecordedAction
 
 log = logging.getLogger("vpipe")
@@ -42,12 +42,9 @@ class TraceWriter(Observer):
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
         own = folder / "trace" / (f"lane{pipe.lane}" if pipe.lane else "")
-        try:
+        with os_errors(f"cannot write the timeline of the run in '{own}'", "make room there, or set trace to false"):
             own.mkdir(parents=True, exist_ok=True)
             self._files = {rank: (own / f"rank{rank}.jsonl").open("w", encoding="utf-8") for rank in self._recorders}
-        except OSError as error:
-            raise UserError(f"cannot write the timeline of the run in '{own}': {error.strerror}",
-                            hint="make room there, or set trace to false") from None
         self._clocks = [self._compare_clocks()]
         self._wrote_s = dict.fromkeys(self._files, float("-inf"))
 
