@@ -225,7 +225,7 @@ class Pipeline:
                 description.transfers.codecs(description.cut.count), schedule.flush)]:
             raise UserError.all_of(refused)
         self.model, self._trained, self.rank, self.description = model, False, world.rank, description
-        self.lane = world.lanes.number
+        self.lane, self.lanes = world.lanes.number, world.lanes.count
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every // schedule.slices

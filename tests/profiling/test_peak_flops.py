@@ -67,7 +67,7 @@ def test_ranks_that_are_more_than_cores_share_them(monkeypatch: pytest.MonkeyPat
 class FourRanks:
     """Ranks 0 and 1 share a GPU; each says what rank 0 does, but for that."""
 
-    ranks_per_host = 4
+    ranks = ranks_per_host = 4
     cores: Callable[[], int]
 
     def all_gather(self, value: object) -> list[object]:
@@ -78,8 +78,6 @@ def of_four_ranks(monkeypatch: pytest.MonkeyPatch, cores: int = 4) -> None:
     group = FourRanks()
     group.cores = lambda: cores
     monkeypatch.setattr(module, "RankGroup", lambda device: group)
-    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(module.dist, "get_world_size", lambda: 4)
 
 
 @pytest.mark.parametrize(("precision", "kind", "tflops"), [("highest", "fp32", 19.5), ("high", "tf32", 156.0)])

@@ -83,10 +83,9 @@ class RecordedRun:
         self._next_tokens, self._trace, self._tensorboard, self._wandb = next_tokens, trace, tensorboard, wandb
         self._efficiency = Efficiency.of_pipe(pipe, flops, peak_tflops)
         self._exchange = exchange(timeout_s=pipe.description.transfers.timeout_s)
-        lanes = max(1, self._exchange.ranks // len({rank for ranks in pipe.placement for rank in ranks}))
-        self._lanes = lanes
-        self._homes = [[rank * lanes + lane for rank in ranks for lane in range(lanes)] for ranks in pipe.placement]
-        self._handlers: dict[int, Any] = {}
+        self._homes = [[rank * pipe.lanes + lane for rank in ranks for lane in range(pipe.lanes)]
+                       for ranks in pipe.placement]
+        self._handlers = ExitStack()  # restores those of before
 
     def __enter__(self) -> Self:
         pipe, first = self._pipe, self._pipe.rank == 0
@@ -105,16 +104,17 @@ class RecordedRun:
             path = self.folder / METRICS if first else None
             self._metrics = stack.enter_context(Metrics(path, size, None, done, events, pipe))
             self._progress = stack.enter_context(ProgressBar(self._updates, self._print_every, first, "update", done))
-            self._observers: list[Observer] = [RankTimes(self.folder, pipe, self._progress.note, done=done,
-                                                         lanes=self._lanes)]
-            self._tracer = TraceWriter(self.folder, pipe, 0, lanes=self._lanes) if self._trace else None
+            self._observers: list[Observer] = [RankTimes(self.folder, pipe, self._progress.note, done=done)]
+            self._tracer = TraceWriter(self.folder, pipe, 0) if self._trace else None
             if self._tracer is not None:
                 self._observers.append(self._tracer)
             for observer in self._observers:
                 stack.enter_context(observer)
             if current_thread() is main_thread():
-                self._handlers = {number: signal.signal(number, self._on_signal) for number in STOPS}
-                stack.callback(self._restore_handlers)
+                for number in STOPS:
+                    handler = signal.signal(number, self._on_signal) or signal.SIG_DFL
+                    self._handlers.callback(signal.signal, number, handler)
+                stack.enter_context(self._handlers)
             self._exits = stack.pop_all()
         return self
 
@@ -214,11 +214,6 @@ class RecordedRun:
             done, samples = now.updates, now.samples
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._restore_handlers()
+        self._handlers.close()
         self.stopped_by = signal.Signals(number).name
         self._pipe.stop()
-
-    def _restore_handlers(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        self._handlers = {}

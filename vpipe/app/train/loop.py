@@ -113,7 +113,6 @@ class _TrainingRun:
     def __init__(self, job: Job, pipe: Pipeline, folder: Path, held_bytes: int) -> None:
         self._job, self._pipe, self._folder = job, pipe, folder
         self._held_bytes = held_bytes  # of the fullest process, before any layer was built
-        self._observers: list[Observer] = []
         self._ended_by: Mapping[str, float] = {}  # for the summary
         self._policy = job.lr_policy()
         sliced = job.schedule.assignment.slices > 1  # whose losses count by their labels, too
@@ -171,10 +170,8 @@ class _TrainingRun:
                                            job.steps_done, config.training.max_minutes))
         note = self._progress.note
         run = Run(job, pipe, self._folder, self._metrics, note)
-        for kind in (*OWN_OBSERVERS, *OBSERVERS.added()):
-            observer: Observer | None = kind.of_run(run)
-            if observer is not None:
-                self._observers.append(enter(observer))
+        self._observers: list[Observer] = [enter(observer) for kind in (*OWN_OBSERVERS, *OBSERVERS.added())
+                                           if (observer := kind.of_run(run)) is not None]
         self._saving = enter(Checkpointing(run))
         enter(graceful_stop())
         watch.note_to(self._progress.show)

@@ -9,7 +9,6 @@ from functools import partial
 from time import perf_counter, thread_time
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vpipe import accelerator
@@ -68,8 +67,6 @@ def known_tflops(name: str, kind: str) -> float | None:
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Kind of arithmetic by the dtype of products; ``tf32`` where the device multiplies fp32 so."""
 
-GIVEN = "as metrics.peak_tflops says"
-
 ROUNDS, ROUND_S = 3, 0.04
 """Rounds of which the best counts, and the seconds for which all ranks multiply at the same time in each."""
 
@@ -104,19 +101,16 @@ def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | No
         given_tflops: of one device; None where the user gives none.
     """
     kind = "tf32" if dtype == torch.float32 and accelerator.multiplies_in_tf32(device) else KINDS[dtype]
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if device.type == "cpu" and given_tflops is not None:
-        return PeakFlops(given_tflops, ranks, kind, GIVEN)
     group = RankGroup(device)
-    if device.type == "cpu":
-        return PeakFlops(_measured(group, device, dtype) / ranks / 1e12, ranks, kind, "measured")
-    known = known_tflops(accelerator.name_of(device), kind)
-    gpus = group.all_gather([accelerator.uuid_of(device), known])
-    devices, peaks = len({gpu for gpu, _ in gpus}), {peak for _, peak in gpus}
+    devices, sheet = group.ranks, None
+    if device.type != "cpu":
+        known = known_tflops(accelerator.name_of(device), kind)
+        gpus = group.all_gather([accelerator.uuid_of(device), known])
+        devices, sheet = len({gpu for gpu, _ in gpus}), known if {peak for _, peak in gpus} == {known} else None
     if given_tflops is not None:
-        return PeakFlops(given_tflops, devices, kind, GIVEN)
-    if known is not None and peaks == {known}:
-        return PeakFlops(known, devices, kind, f"the data sheet of {accelerator.name_of(device)}")
+        return PeakFlops(given_tflops, devices, kind, "as metrics.peak_tflops says")
+    if sheet is not None:
+        return PeakFlops(sheet, devices, kind, f"the data sheet of {accelerator.name_of(device)}")
     return PeakFlops(_measured(group, device, dtype) / devices / 1e12, devices, kind, "measured")
 
 

@@ -50,12 +50,11 @@ class RankTimes(Observer):
         note: shows a report that was asked for.
         every: updates between two reports; None where nobody asked.
         done: updates of earlier attempts.
-        lanes: ranks that split a layer.
     """
 
     def __init__(self, folder: Path, pipe: Pipeline, note: Callable[[str], None], every: int | None = None,
-                 done: int = 0, lanes: int = 1, step_name: str = "update") -> None:
-        self._pipe, self._note, self._lanes, self._step_name = pipe, note, lanes, step_name
+                 done: int = 0, step_name: str = "update") -> None:
+        self._pipe, self._note, self._step_name = pipe, note, step_name
         self._asked, self._every = every is not None, every or UNASKED
         self._wrote_s = float("-inf")
         self._exchange = exchange(timeout_s=pipe.description.transfers.timeout_s)
@@ -69,8 +68,7 @@ class RankTimes(Observer):
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
         job = run.job
-        return cls(run.folder, run.pipe, run.note, job.config.metrics.rank_times_every, job.steps_done,
-                   job.config.parallel.tensor, job.step_name)
+        return cls(run.folder, run.pipe, run.note, job.config.metrics.rank_times_every, job.steps_done, job.step_name)
 
     def step(self, done: int) -> None:
         """Report if due after ``done`` updates, those of earlier attempts included."""
@@ -93,7 +91,7 @@ class RankTimes(Observer):
         here = {}
         for place, stages in usage.items():
             spent = StageUsage.of_rank([own.since(self._before[place][stage]) for stage, own in stages.items()])
-            rank = place * self._lanes + self._pipe.lane
+            rank = place * self._pipe.lanes + self._pipe.lane
             here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
             if self._asked:
                 heads, (texts,) = figure_texts([here[str(rank)]])
@@ -116,7 +114,7 @@ class RankTimes(Observer):
             return
         heads, cells = figure_texts(list(found.values()))
         rows = [[str(rank), " ".join(str(stage) for stage, places in enumerate(self._pipe.placement)
-                                     if rank // self._lanes in places), *texts]
+                                     if rank // self._pipe.lanes in places), *texts]
                 for rank, texts in zip(found, cells, strict=True)]
         self._note("\n".join([f"{self._title(report.first, report.last)}:",
                               *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))

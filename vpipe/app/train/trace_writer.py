@@ -30,14 +30,14 @@ class TraceWriter(Observer):
     Args:
         folder: of the run.
         pipe: not trained yet. All ranks make a writer together.
-        samples_per_step, lanes: for the reader; the former may be set until something is written.
+        samples_per_step: for the reader; it may be set until something is written.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, lanes: int = 1) -> None:
-        self._pipe, self.samples_per_step, self._lanes = pipe, samples_per_step, lanes
+    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int) -> None:
+        self._pipe, self.samples_per_step = pipe, samples_per_step
         self._recorders = pipe.record()
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
@@ -50,9 +50,7 @@ class TraceWriter(Observer):
 
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
-        job = run.job
-        return cls(run.folder, run.pipe, job.step_size[0], lanes=job.config.parallel.tensor) \
-            if job.config.trace else None
+        return cls(run.folder, run.pipe, run.job.step_size[0]) if run.job.config.trace else None
 
     def step(self, done: int) -> None:
         """Write the waiting records, if they are many or old; called between two steps."""
@@ -105,7 +103,7 @@ class TraceWriter(Observer):
                 "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self.samples_per_step,
                 "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes(),
                 **({} if pipe.lowered.slices == 1 else {"slices": pipe.lowered.slices}),
-                **({} if self._lanes == 1 else {"lane": pipe.lane, "lanes": self._lanes})}
+                **({} if pipe.lanes == 1 else {"lane": pipe.lane, "lanes": pipe.lanes})}
 
     def __exit__(self, *failure: object) -> None:
         for rank in list(self._files):
