@@ -82,7 +82,6 @@ class RecordedRun:
         self._updates, self._tokens_per_sample, self._print_every = updates, tokens_per_sample, print_every
         self._next_tokens, self._trace, self._tensorboard, self._wandb = next_tokens, trace, tensorboard, wandb
         self._efficiency = Efficiency.of_pipe(pipe, flops, peak_tflops)
-        self._exchange = exchange(timeout_s=pipe.description.transfers.timeout_s)
         self._homes = [[rank * pipe.lanes + lane for rank in ranks for lane in range(pipe.lanes)]
                        for ranks in pipe.placement]
         self._handlers = ExitStack()  # restores those of before
@@ -104,10 +103,9 @@ class RecordedRun:
             path = self.folder / METRICS if first else None
             self._metrics = stack.enter_context(Metrics(path, size, None, done, events, pipe))
             self._progress = stack.enter_context(ProgressBar(self._updates, self._print_every, first, "update", done))
-            self._observers: list[Observer] = [RankTimes(self.folder, pipe, self._progress.note, done=done)]
             self._tracer = TraceWriter(self.folder, pipe, 0) if self._trace else None
-            if self._tracer is not None:
-                self._observers.append(self._tracer)
+            times = RankTimes(self.folder, pipe, self._progress.note, done=done)
+            self._observers: list[Observer] = [times, *filter(None, [self._tracer])]
             for observer in self._observers:
                 stack.enter_context(observer)
             if current_thread() is main_thread():
@@ -181,7 +179,7 @@ class RecordedRun:
                     problem = f"there is a run in '{self.folder}'", "give this one another folder"
             except OSError as error:
                 problem = f"cannot make the run's folder '{self.folder}': {error.strerror}", "give it another"
-        if told := self._exchange.from_rank(problem):
+        if told := exchange(timeout_s=self._pipe.description.transfers.timeout_s).from_rank(problem):
             raise UserError(told[0], hint=told[1])
 
     def _record(self, *steps: Step) -> None:

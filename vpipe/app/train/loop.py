@@ -47,6 +47,12 @@ from vpipe.schedules import CsvFile
 OWN_OBSERVERS: tuple[type[Observer], ...] = (TorchProfiler, TraceWriter, RankTimes)
 """What accompanies a run whose config asks for it; packages add others."""
 
+MOST_SKIPPED = 20
+"""Skipped steps in a row after which ``on_nan: skip`` stops: the weights are lost."""
+
+MOST_OVERFLOWS = 100
+"""Overflows in a row after which the loss scale is not the cause: 24 halvings make it the smallest."""
+
 log = logging.getLogger("vpipe")
 
 Batch = Mapping[str, Tensor]
@@ -115,6 +121,7 @@ class _TrainingRun:
         self._held_bytes = held_bytes  # of the fullest process, before any layer was built
         self._ended_by: Mapping[str, float] = {}  # for the summary
         self._policy = job.lr_policy()
+        self._skips, self._skipped_in_a_row = job.config.training.on_nan == "skip", 0
         sliced = job.schedule.assignment.slices > 1  # whose losses count by their labels, too
         counted = job.model.labels if sliced else job.update.counted_labels(job.model.labels)
         self._fields = (*(name for stage in pipe.stages for name in stage.fields),
@@ -183,7 +190,6 @@ class _TrainingRun:
         for warning in (job.advice.few_microbatches, delay_warning(job), unseen) if pipe.rank == 0 else ():
             if warning is not None:
                 note(f"warning: {warning}")
-        self._divergence = DivergenceCheck(run, self._saving)
         if pipe.rank == 0:
             try:  # what readers of the other files cannot know from them
                 files.replace_text(self._folder / FACTS, json.dumps({
@@ -277,7 +283,7 @@ class _TrainingRun:
         self._metrics.update(*steps)
         for step in steps:
             self._progress.update(step, self._metrics)
-            self._divergence.check_step(step)
+            self._check_step(step)
         for warning in self._metrics.warnings():
             self._progress.note(f"warning: {warning}")
         for observer in self._observers:
@@ -326,10 +332,59 @@ class _TrainingRun:
         steps = self._evaluated = self._metrics.steps
         self._metrics.evaluation(steps - 1, *losses)
         self._progress.note(evaluation_text(self._job, steps, *losses))
-        self._divergence.check_evaluation(steps, losses[0])
+        self._check_evaluation(steps, losses[0])
 
     def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:
         return read_batches(batches, kind, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)
+
+    def _check_step(self, step: Step) -> None:
+        """Check a step.
+
+        Raises:
+            LastingError: the run must end.
+        """
+        if isfinite(step.loss) and isfinite(step.gradient_norm or 0.0) and not step.skipped:
+            self._skipped_in_a_row = 0
+            return
+        what = f"loss is {step.loss}" if not isfinite(step.loss) else "the gradient is not finite"
+        overflow = self._job.config.training.computed.scaled and step.skipped and isfinite(step.loss)
+        if overflow:
+            what = "a gradient is beyond fp16's range at this loss scale"
+        if self._skips or overflow:
+            self._progress.note(f"{self._job.step_name} {step.index + 1} was skipped: {what}")
+            self._skipped_in_a_row += 1
+            most = MOST_OVERFLOWS if overflow else MOST_SKIPPED
+            if self._skipped_in_a_row < most:
+                return
+            what = f"{most} {self._job.step_name}s in a row were skipped; {what}"
+        scale, remedy, setting = self._job.config.training.computed.loss_scale, "", ""
+        if overflow and scale is not None:
+            flush = not self._job.config.parallel.asynchronous
+            remedy = f"lower training.loss_scale, which is {scale:g}" + ", or let it be found" * flush
+            setting = f"training.loss_scale={'dynamic' if flush else f'{scale / 64:g}'}"
+        elif overflow:
+            remedy, setting = "bf16 has fp32's range", "training.precision=bf16"
+        self._stop(f"{what} at step {step.index}", remedy, setting, None if overflow else step.not_finite)
+
+    def _check_evaluation(self, steps: int, loss: float) -> None:
+        """Check an evaluation; with ``on_nan: skip`` its loss may be infinite.
+
+        Raises:
+            LastingError: the run must end.
+        """
+        if not isfinite(loss) and not self._skips:
+            self._stop(f"the evaluation loss is {loss} after {self._job.step_name} {steps}")
+
+    def _stop(self, what: str, remedy: str = "", setting: str = "", microbatch: int | None = None) -> NoReturn:
+        self._saving.finish()  # the save of an earlier step
+        newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
+        hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
+        stage = None if microbatch is None else self._job.cut.count - 1
+        setting = setting or f"training.learning_rate={self._job.config.training.learning_rate / 2:g}"
+        hint += "; there is no checkpoint before it" if newest is None else (
+            f", and go on from step {Checkpoints.step_of(newest)}, such as: vpipe train --resume {quote(str(newest))} "
+            f"--set {setting}")
+        raise LastingError(what, hint=hint, stage=stage, microbatch=microbatch)
 
 
 def _planned_work(job: Job) -> list[float] | None:
@@ -403,68 +458,3 @@ def _with_located_errors(source: Iterator[Batch], kind: str, pipe: Pipeline) -> 
             raise RunError(failed, hint=hint, rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
                            action=f"reading {kind} {number}") from error
         yield batch
-
-
-MOST_SKIPPED = 20
-"""Skipped steps in a row after which ``on_nan: skip`` stops: the weights are lost."""
-
-MOST_OVERFLOWS = 100
-"""Overflows in a row after which the loss scale is not the cause: 24 halvings make it the smallest."""
-
-
-class DivergenceCheck:
-    """Stop a run with a loss that is not finite, or note skipped steps. All ranks check the same steps."""
-
-    def __init__(self, run: Run, saving: Checkpointing) -> None:
-        self._job, self._saving, self._note = run.job, saving, run.note
-        self._skips = run.job.config.training.on_nan == "skip"
-        self._in_a_row = 0
-
-    def check_step(self, step: Step) -> None:
-        """Check a step.
-
-        Raises:
-            LastingError: the run must end.
-        """
-        if isfinite(step.loss) and isfinite(step.gradient_norm or 0.0) and not step.skipped:
-            self._in_a_row = 0
-            return
-        what = f"loss is {step.loss}" if not isfinite(step.loss) else "the gradient is not finite"
-        overflow = self._job.config.training.computed.scaled and step.skipped and isfinite(step.loss)
-        if overflow:
-            what = "a gradient is beyond fp16's range at this loss scale"
-        if self._skips or overflow:
-            self._note(f"{self._job.step_name} {step.index + 1} was skipped: {what}")
-            self._in_a_row += 1
-            most = MOST_OVERFLOWS if overflow else MOST_SKIPPED
-            if self._in_a_row < most:
-                return
-            what = f"{most} {self._job.step_name}s in a row were skipped; {what}"
-        scale, remedy, setting = self._job.config.training.computed.loss_scale, "", ""
-        if overflow and scale is not None:
-            flush = not self._job.config.parallel.asynchronous
-            remedy = f"lower training.loss_scale, which is {scale:g}" + ", or let it be found" * flush
-            setting = f"training.loss_scale={'dynamic' if flush else f'{scale / 64:g}'}"
-        elif overflow:
-            remedy, setting = "bf16 has fp32's range", "training.precision=bf16"
-        self._stop(f"{what} at step {step.index}", remedy, setting, None if overflow else step.not_finite)
-
-    def check_evaluation(self, steps: int, loss: float) -> None:
-        """Check an evaluation; with ``on_nan: skip`` its loss may be infinite.
-
-        Raises:
-            LastingError: the run must end.
-        """
-        if not isfinite(loss) and not self._skips:
-            self._stop(f"the evaluation loss is {loss} after {self._job.step_name} {steps}")
-
-    def _stop(self, what: str, remedy: str = "", setting: str = "", microbatch: int | None = None) -> NoReturn:
-        self._saving.finish()  # the save of an earlier step
-        newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
-        hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
-        stage = None if microbatch is None else self._job.cut.count - 1
-        setting = setting or f"training.learning_rate={self._job.config.training.learning_rate / 2:g}"
-        hint += "; there is no checkpoint before it" if newest is None else (
-            f", and go on from step {Checkpoints.step_of(newest)}, such as: vpipe train --resume {quote(str(newest))} "
-            f"--set {setting}")
-        raise LastingError(what, hint=hint, stage=stage, microbatch=microbatch)

@@ -75,13 +75,21 @@ class TorchProfiler(Observer):
         self._recording = recorder, stack
 
     def step(self, done: int) -> None:
-        """End the record if its step has ended, and write it, which is no time of training."""
+        """End the record if its step has ended, and write it, which is no time of training.
+
+        The file is written completely or not at all, since a reader may be open. A full disk costs only the profile.
+        """
         if self._recording is None or done < self._step:
             return
         self.made = True
         with watch.activity.during("writing a profile"), message_if_slow(
                 "writing the profile", self._run.pipe.rank == 0):
-            self._export(self._end())
+            recorder, partial = self._end(), self._file.with_name(f"{self._file.name}.tmp")
+            try:
+                recorder.export_chrome_trace(str(partial))  # type: ignore[no-untyped-call]
+                partial.replace(self._file)
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError
+                self._run.note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
         self._run.note(f"{self._run.job.step_name} {self._step} is profiled: TensorBoard and Perfetto open "
                        f"{self._root}, a folder per rank"
                        + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))
@@ -102,15 +110,6 @@ class TorchProfiler(Observer):
         (recorder, stack), self._recording = self._recording, None
         stack.close()
         return recorder
-
-    def _export(self, recorder: profile) -> None:
-        """Write the file completely or not at all, since a reader may be open. A full disk costs only the profile."""
-        partial = self._file.with_name(f"{self._file.name}.tmp")
-        try:
-            recorder.export_chrome_trace(str(partial))  # type: ignore[no-untyped-call]
-            partial.replace(self._file)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError
-            self._run.note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._recording is not None:
