@@ -35,13 +35,9 @@ def averaged_losses(count: int) -> int:
     return max(1, min(10, count // 4))
 
 
-_HUGE_LOSS = 100.0
-"""Its perplexity says nothing, and soon is no float."""
-
-
 def perplexity(loss: float) -> float | None:
     """Return exp(loss), for a loss that is the mean cross-entropy per token; None where it is huge or no number."""
-    return exp(loss) if loss < _HUGE_LOSS else None
+    return exp(loss) if loss < 100 else None  # that of a huge loss says nothing, and soon is no float
 
 
 def share_text(share: float | None) -> str:

@@ -250,13 +250,8 @@ class Lamb(Optimizer):
         torch._foreach_div_(updates, scales)
         if group["weight_decay"]:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-        if group["trust_ratio"]:
-            torch._foreach_mul_(updates, _trust_ratios(params, updates))
+        if group["trust_ratio"]:  # |x| / |u|, scalars on the parameters' device: no value travels to the host
+            weights, sizes = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, updates))
+            ratios = torch.where((weights > 0) & (sizes > 0), weights / sizes, 1.0)
+            torch._foreach_mul_(updates, list(ratios.unbind()))
         torch._foreach_add_(params, updates, alpha=-group["lr"])
-
-
-def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-    """Return |x| / |u| of each pair, as scalars on the parameters' device: no value travels to the host."""
-    weights = torch.stack(torch._foreach_norm(params))
-    sizes = torch.stack(torch._foreach_norm(updates))
-    return list(torch.where((weights > 0) & (sizes > 0), weights / sizes, 1.0).unbind())

@@ -58,9 +58,7 @@ class TorchProfiler(Observer):
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
         profiled = run.job.config.training.profile_iteration
-        if profiled is None or profiled <= run.job.steps_done:
-            return None
-        return cls(run)
+        return None if profiled is None or profiled <= run.job.steps_done else cls(run)
 
     def before_step(self, done: int) -> None:
         """Begin to record if the next step is due."""
