@@ -69,10 +69,8 @@ class RecordedRun:
                  next_tokens: bool = False, flops: Sequence[float] | None = None, peak_tflops: float | None = None,
                  print_every: int = 10, trace: bool = False, tensorboard: bool = False,
                  wandb: Literal["offline", "online"] | None = None) -> None:
-        if tensorboard:
-            check_installed("tensorboard", "tensorboard is True", "leave it out")
-        if wandb is not None:
-            check_installed("wandb", f"wandb is '{wandb}'", "leave it out")
+        check_installed(tensorboard, "tensorboard", "tensorboard is True", "leave it out")
+        check_installed(wandb is not None, "wandb", f"wandb is '{wandb}'", "leave it out")
         if flops is not None and len(flops) != len(pipe.model):
             raise UserError(f"flops has {len(flops)} numbers, the model {len(pipe.model)} layers",
                             hint="give one per layer: what its forward computes for one token")

@@ -18,13 +18,13 @@ from vpipe.errors import UserError
 FOLDER = "tensorboard"
 
 
-def check_installed(package: str, setting: str, remedy: str) -> None:
-    """Refuse a run whose ``setting`` asks for a package that is not installed; ``remedy`` does without it.
+def check_installed(asked: bool, package: str, setting: str, remedy: str) -> None:
+    """Refuse a run whose ``setting`` has asked for a package that is not installed; ``remedy`` does without it.
 
     Raises:
         UserError: the package is not installed.
     """
-    if find_spec(package) is None:
+    if asked and find_spec(package) is None:
         raise UserError(f"{setting}, but the package '{package}' is not installed",
                         hint=f"pip install 'vpipe[{package}]', or {remedy}")
 

@@ -81,10 +81,10 @@ class Job:
         Raises:
             UserError: the config does not fit the data, the model or this machine.
         """
-        if config.metrics.tensorboard and not checked:
-            check_installed("tensorboard", "metrics.tensorboard is true", "set metrics.tensorboard to false")
-        if config.metrics.wandb is not None and not checked:
-            check_installed("wandb", "metrics.wandb is set", "set metrics.wandb to null")
+        if not checked:
+            show, wandb = config.metrics.tensorboard, config.metrics.wandb is not None
+            check_installed(show, "tensorboard", "metrics.tensorboard is true", "set metrics.tensorboard to false")
+            check_installed(wandb, "wandb", "metrics.wandb is set", "set metrics.wandb to null")
         vocab_size = config.model.vocab_size
         if vocab_size == -1 and type(vocab_size := model_file(config.model).get("vocab_size", -1)) is not int:
             raise UserError(f"vocab_size is {vocab_size!r}", hint="give a whole number")

@@ -20,13 +20,12 @@ from vpipe.distributed import exchange
 from vpipe.runtime import StageUsage
 from vpipe.units import size_text
 
-FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "others_s", "bytes_sent")
-"""Fields of :class:`~vpipe.runtime.stage_usage.StageUsage`, reported as means per update."""
+FIGURES = {"forward_s": "forward", "backward_s": "backward", "step_s": "step", "communication_s": "comm",
+           "idle_s": "idle", "others_s": "other", "bytes_sent": "sent"}
+"""Fields of :class:`~vpipe.runtime.stage_usage.StageUsage`, reported as means per update, with their heads."""
 
 UNASKED, AFTER_S = 10, 5.0
 """Updates between reports where nobody asked for them, and seconds between those that are written for a live view."""
-
-_HEADS = ("forward", "backward", "step", "comm", "idle", "other", "sent")
 
 log = logging.getLogger("vpipe")
 
@@ -126,6 +125,6 @@ class RankTimes(Observer):
 
 def figure_texts(rows: Sequence[Sequence[float]]) -> tuple[list[str], list[list[str]]]:
     """Return the heads, and the texts of each row's :data:`FIGURES`; packages' kinds have a column if they took any."""
-    shown = [at for at, head in enumerate(_HEADS) if head != "other" or any(row[at] for row in rows)]
-    return [_HEADS[at] for at in shown], [[size_text(row[at]) if _HEADS[at] == "sent" else ms_text(row[at])
-                                           for at in shown] for row in rows]
+    shown = {at: head for at, head in enumerate(FIGURES.values()) if head != "other" or any(row[at] for row in rows)}
+    return [*shown.values()], [[size_text(row[at]) if head == "sent" else ms_text(row[at])
+                                for at, head in shown.items()] for row in rows]

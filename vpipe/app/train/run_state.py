@@ -149,8 +149,7 @@ class RunState:
     @property
     def limit_s(self) -> float | None:
         """Return the seconds of training after which the run ends; None where there is no such limit."""
-        minutes = self.facts.get("max_minutes")
-        return None if minutes is None else 60 * number(self.facts, "max_minutes")
+        return None if self.facts.get("max_minutes") is None else 60 * number(self.facts, "max_minutes")
 
     @property
     def left_s(self) -> float | None:

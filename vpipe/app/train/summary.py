@@ -92,12 +92,10 @@ def update_line(job: Job) -> str | None:
 
 def delay_warning(job: Job) -> str | None:
     """Return a warning with its remedies where late gradients cost much; None elsewhere."""
-    training, remedies = job.config.training, []
-    if training.optimizer != "muon":
-        remedies.append("training.optimizer muon")
-    if training.delay_correction == "none":
-        remedies.append("training.delay_correction extrapolate")
-    return job.advice.late_gradients(*remedies)
+    training = job.config.training
+    remedies = {"training.optimizer muon": training.optimizer != "muon",
+                "training.delay_correction extrapolate": training.delay_correction == "none"}
+    return job.advice.late_gradients(*(remedy for remedy, is_left in remedies.items() if is_left))
 
 
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = (),
