@@ -155,7 +155,7 @@ def test_schedules_and_their_pictures_need_nothing_but_the_standard_library() ->
         if (room_of(file) in STANDARD_LIBRARY_ALONE and file not in NEED_TORCH) or \
                 file == ROOT / "app" / "commands" / "schedule.py":
             packages = {name.split(".")[0] for name in imported(nodes(file))}
-            templates = {"jinja2"} if file == ROOT / "app" / "report" / "style.py" else set()  # of the report's page
+            templates = {"jinja2"} if file == ROOT / "app" / "report" / "line_chart.py" else set()  # of reports
             assert packages <= sys.stdlib_module_names | {"vpipe"} | templates, file
 
 
