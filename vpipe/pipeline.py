@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from vpipe import accelerator
 from vpipe.arguments import Arguments, as_integer, check_path, shown
 from vpipe.checkpoint.manifest import Position, view_of
 from vpipe.description.cut import Cut
@@ -183,7 +182,6 @@ class Pipeline:
         given.instance("execution", execution, Execution)
         given.check()
         group = RankGroup(join_world(device=execution.device).own)
-        taken = max(group.all_gather(accelerator.taken_bytes(group.device)))
         ranks = ranks or group.ranks
         if ranks > len(model):
             raise UserError(f"ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
@@ -198,8 +196,8 @@ class Pipeline:
             count for count in (ranks, 2 * ranks, 4 * ranks) if samples % count == 0] or [1]
         parts = [{name: batch[name][:samples // count] for name in model.batch} for count in counts]
         identities = group.identify(model, parts, model_name="model", optimizer="optimizer", precision=computed.name)
-        profiles = {count: replace(profile, process_bytes=taken) for count, profile in zip(counts, measure(
-            model, parts, update.make_optimizer, identities=identities, device=group.device), strict=True)}
+        profiles = dict(zip(counts, measure(model, parts, update.make_optimizer, identities=identities,
+                                            device=group.device), strict=True))
         one = profiles[counts[0]]
         if memory_bytes is None and one.device_bytes:
             memory_bytes = one.device_bytes // (1 if one.cores is None else max(ranks, one.identity.ranks_per_host))

@@ -153,6 +153,9 @@ class _Measurement:
         self._clock = accelerator.clock_of(self._device)
         if tensor > 1 and self._device.type == "cpu":
             self._clock = perf_counter  # the time of the thread would not have what it waits in collectives
+        ranks = self._group.ranks_per_host
+        of_device = 1 if self._device.type == "cpu" else ranks // (self._group.at_once() or ranks) or 1
+        self._process_bytes = max(self._group.all_gather(accelerator.taken_bytes(self._device))) // of_device
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._group.cores()
         sharing = 1 if self._cores is None else self._group.ranks_per_host * tensor
@@ -173,6 +176,7 @@ class _Measurement:
                           self._precision)
             layers, checked = self._layers(seen, self._times(seen, identity.microbatch_size), overhead)
             yield Profile(identity, layers, seen.fields, cores=self._cores, checked=checked,
+                          process_bytes=self._process_bytes,
                           took_s=max(self._group.all_gather(perf_counter() - started)), **shared)
             started = perf_counter()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vpipe import Plan, accelerator, files
+from vpipe import Plan, files
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.errors import PlanningError
@@ -174,8 +174,6 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     torch.set_num_threads(config.training.threads)
     device = device_of(config)
     world = RankGroup(device, config.parallel.tensor)
-    sharing = 1 if device.type == "cpu" else world.ranks_per_host // (world.at_once() or world.ranks_per_host) or 1
-    taken = max(world.all_gather(accelerator.taken_bytes(device))) // sharing
     wanted = sorted(set(sizes or [config.microbatch_size]))
     identities = world.identify(job.model, [microbatch_of(job, size) for size in wanted], **settings_of(job))
     directory = config.dataset.cache_directory
@@ -199,8 +197,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
                            identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
                            timeout_s=config.parallel.timeout_s, tell=progress,
                            shared_memory=config.parallel.shared_memory, backend=config.parallel.backend)
-        found |= {size: replace(profile, process_bytes=taken)
-                  for (size, _), profile in zip(missing, measured, strict=True)}
+        found |= {size: profile for (size, _), profile in zip(missing, measured, strict=True)}
     if world.rank == 0:
         for size, _ in missing:
             try:
