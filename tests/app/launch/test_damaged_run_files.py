@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def damaged(whole: bytes) -> Iterator[bytes]:
-    for place in range(len(whole)):
+def damaged(whole: bytes, days: int) -> Iterator[bytes]:
+    """At every byte within so many days."""
+    for place in range(date.today().toordinal() % days, len(whole), days):
         yield whole[:place]
         yield from (whole[:place] + other + whole[place + 1:] for other in (b"\xff", b"9"))
 
@@ -51,13 +53,14 @@ def seen(folder: Path) -> None:
     check_not_running(folder)
 
 
+@pytest.mark.parametrize("days", [7, pytest.param(1, marks=pytest.mark.jobs)])
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_cut_or_changed_at_any_byte_ends_no_command_in_a_traceback(name: str, run: Path) -> None:
+def test_a_file_cut_or_changed_at_any_byte_ends_no_command_in_a_traceback(name: str, days: int, run: Path) -> None:
     assert failure_path(run, 1).name in FILES
     if name not in (RUNNING, LAUNCHED):
         (run / RUNNING).unlink()
         (run / LAUNCHED).unlink()
-    for content in damaged((run / name).read_bytes()):
+    for content in damaged((run / name).read_bytes(), days):
         (run / name).write_bytes(content)
         seen(run)
 
