@@ -131,16 +131,19 @@ def test_samples_that_cannot_be_an_update_are_refused(said: Said) -> None:
 
 def test_the_memory_is_that_of_the_process(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.app.commands.profile.profiles_of", lambda job, sizes: {size: replace(
-        one := made_profile(5, size, 2), process_bytes=300 * MIB, identity=replace(
+        one := made_profile(5, size, 2), process_bytes=300 * MIB, kept_share=0.5, identity=replace(
             one.identity, model=model_digest(job))) for size in sizes})
     _, out, _ = said("-o", "plan.json")
     predicted = Plan.load("plan.json").predicted
-    assert predicted.process_bytes == 300 * MIB
-    assert predicted.fullest_rank[1] == 300 * MIB + max(stage.memory.peak for stage in predicted.stages)
+    assert (predicted.process_bytes, predicted.kept_share) == (300 * MIB, 0.5)
+    assert predicted.fullest_rank[1] == 300 * MIB + 3 * max(stage.memory.peak for stage in predicted.stages) // 2
     heads, row = (line.split() for line in out.partition("memory of a rank")[2].splitlines()[1:3])
     cells = dict(zip(heads, row, strict=False))
     assert (cells["process"], float(cells["peak"])) == ("300.0", pytest.approx(300 + sum(
         float(cells[head]) for head in heads[1:heads.index("process")]), abs=0.3))
+    limit = int(float(cells["peak"])) + 1
+    assert said("--memory", f"{limit}MiB", "-o", "fits.json")[0] == 0
+    assert Plan.load("fits.json").predicted.fullest_rank[1] <= limit * MIB
     assert said("--memory", "300MiB")[2].partition("most of it")[2].startswith(
         ", 300 MiB, is Python, torch and the data\nhint: allow ")
 

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -293,6 +294,15 @@ def taken_bytes(device: torch.device) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # not Linux
         return 0
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Give memory back that no tensor has and that its allocator keeps; on a CPU where its C library can."""
+    if hasattr(module_of(device), "empty_cache"):
+        module_of(device).empty_cache()
+    elif device.type == "cpu":
+        with suppress(OSError, AttributeError):  # only glibc has it
+            CDLL(None).malloc_trim(0)
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:

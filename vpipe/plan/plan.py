@@ -16,7 +16,7 @@ from vpipe.description.order import Order
 from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json, read_record, replace_text
-from vpipe.plan.stage_costs import StageMemory, combined_memory
+from vpipe.plan.stage_costs import StageMemory, combined_memory, taken_bytes
 from vpipe.schedules.assignment import passes
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS
 
@@ -53,6 +53,7 @@ class Prediction:
     bubble: float  # see Plan.bubble_of
     stages: tuple[StagePrediction, ...]  # in order
     process_bytes: int = 0  # that a rank takes besides, see Profile; 0: unknown
+    kept_share: float = 0.0  # of the bytes of tensors, what their allocator keeps besides
 
     @property
     def seconds_per_sample(self) -> float:
@@ -72,6 +73,10 @@ class Prediction:
         """Return what a rank with these stages holds when each is at its peak; it works on one of them at a time."""
         return combined_memory([self.stages[stage].memory for stage in stages])
 
+    def taken_bytes(self, tensors: int) -> int:
+        """Return the bytes that a process with so many bytes of tensors takes."""
+        return taken_bytes(tensors, self.process_bytes, self.kept_share)
+
     @property
     def fullest_rank(self) -> tuple[int, int]:
         """The rank that holds most, and the bytes of its process."""
@@ -79,12 +84,13 @@ class Prediction:
         for stage in self.stages:
             for rank in stage.ranks:
                 memory.setdefault(rank, []).append(stage.memory)
-        return max(((rank, self.process_bytes + combined_memory(stages).peak) for rank, stages in memory.items()),
+        return max(((rank, self.taken_bytes(combined_memory(stages).peak)) for rank, stages in memory.items()),
                    key=lambda item: item[1])
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {key: value for key, value in asdict(self).items() if key != "process_bytes" or value}
+        measured_since = "process_bytes", "kept_share"
+        return {key: value for key, value in asdict(self).items() if key not in measured_since or value}
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Prediction:

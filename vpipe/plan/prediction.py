@@ -109,7 +109,8 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
             float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
     return Prediction(step_s, schedule.assignment.step_microbatches * profile.identity.microbatch_size,
-                      Plan.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages), profile.process_bytes)
+                      Plan.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages), profile.process_bytes,
+                      profile.kept_share)
 
 
 def _sending_s(timeline: Timeline) -> list[float]:

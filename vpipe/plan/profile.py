@@ -187,7 +187,8 @@ class Profile:
     extrapolates: bool = False  # training.delay_correction extrapolates the steps of stages with several versions
     zero1: bool = False  # parallel.zero1: each replica of a stage steps a part of its parameters
     averages: bool = False  # training.average: an average follows the weights that a replica steps
-    process_bytes: int = 0  # that Python, torch and the data take in a rank, before any layer is built; 0: unknown
+    process_bytes: int = 0  # that Python, torch, its kernels and the data take in a rank; 0: unknown
+    kept_share: float = 0.0  # of the bytes of tensors, what their allocator keeps besides
 
     @cached_property
     def frozen_layers(self) -> int:
@@ -404,5 +405,5 @@ def _profile(content: Mapping[str, Any]) -> Profile:
 def _check_complete(kind: type[Any], content: Mapping[str, Any]) -> None:
     """Raise a KeyError for a field that is missing, also for one with a default."""
     for each in fields(kind):
-        if each.name != "process_bytes":  # which older versions did not measure
+        if each.name not in ("process_bytes", "kept_share"):  # which older versions did not measure
             content[each.name]

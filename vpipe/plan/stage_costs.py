@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -156,6 +157,11 @@ class StageMemory:
     @property
     def peak(self) -> int:
         return self.weights + self.stashed + self.gradients + self.optimizer + self.activations + self.working
+
+
+def taken_bytes(tensors: float, process_bytes: int, kept_share: float) -> int:
+    """Return the bytes that a process with so many bytes of tensors takes; see :class:`Profile`."""
+    return process_bytes + math.ceil((1 + kept_share) * tensors)
 
 
 def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from vpipe.profiling.layer_runner import (
     LayerRunner,
     count_layer,
     gradients_for,
+    live_bytes,
     read_later,
     tied_owners,
 )
@@ -154,8 +156,8 @@ class _Measurement:
         if tensor > 1 and self._device.type == "cpu":
             self._clock = perf_counter  # the time of the thread would not have what it waits in collectives
         ranks = self._group.ranks_per_host
-        of_device = 1 if self._device.type == "cpu" else ranks // (self._group.at_once() or ranks) or 1
-        self._process_bytes = max(self._group.all_gather(accelerator.taken_bytes(self._device))) // of_device
+        self._sharing = 1 if self._device.type == "cpu" else ranks // (self._group.at_once() or ranks) or 1
+        self._process: dict[str, Any] = {}
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._group.cores()
         sharing = 1 if self._cores is None else self._group.ranks_per_host * tensor
@@ -176,7 +178,7 @@ class _Measurement:
                           self._precision)
             layers, checked = self._layers(seen, self._times(seen, identity.microbatch_size), overhead)
             yield Profile(identity, layers, seen.fields, cores=self._cores, checked=checked,
-                          process_bytes=self._process_bytes,
+                          **self._process,
                           took_s=max(self._group.all_gather(perf_counter() - started)), **shared)
             started = perf_counter()
 
@@ -225,7 +227,19 @@ class _Measurement:
                   for theirs in self._group.all_gather(mine)]
         if not self._steps:
             self._steps = [_by_kind(seen, theirs, "step") for theirs in shared]
+            self._process = self._measured_process()
         return shared
+
+    def _measured_process(self) -> dict[str, Any]:
+        """Return what a process takes besides tensors, once it has run every layer."""
+        gc.collect()
+        tensors = max(1, live_bytes(self._device))
+        kept = accelerator.taken_bytes(self._device)
+        accelerator.give_back_unused(self._device)
+        taken = accelerator.taken_bytes(self._device)
+        of_all = self._group.all_gather((taken // self._sharing - tensors, (kept - taken) / self._sharing / tensors))
+        return {"process_bytes": max(0, *(taken for taken, _ in of_all)),
+                "kept_share": max(0.0, *(share for _, share in of_all))}
 
     def _windows(self, seen: Survey) -> Iterator[list[int]]:
         """Yield the sampled layers, as many at a time as there is room for with the microbatches that a timer holds."""

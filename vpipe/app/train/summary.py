@@ -185,8 +185,9 @@ def _figures(job: Job, figures: RunFigures, held_bytes: int) -> list[str]:
     if on_processors(job.config) and held_bytes:
         peak, process = (plan.fullest_rank[1], plan.process_bytes) if plan else (0, 0)
         notes.append(f"memory: {size_text(held_bytes)} Python, torch and the data, "
-                     f"{size_text(max(0, figures.memory_bytes - held_bytes))} tensors and their handling"
-                     + (f"; planned were {size_text(process)} and {size_text(peak - process)}" if process else ""))
+                     f"{size_text(max(0, figures.memory_bytes - held_bytes))} tensors and what computing takes"
+                     + (f"; planned were {size_text(peak)}, {size_text(process)} of them without tensors"
+                        if process else ""))
     lines = [*fitted(list(columns), [list(columns.values())], width, names=0),
              *filled("(bubble: share of time in which ranks wait for others; memory: peak of the fullest "
                      f"{'process' if on_processors(job.config) else 'GPU'}; sent: by all, per {job.step_name})",

@@ -142,14 +142,16 @@ def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
     groups = list(grouped(range(len(stages)), lambda number: tuple(sorted(stages[number].ranks))).values())
     sums = [plan.predicted.held_by(group) for group in groups]
     process = plan.predicted.process_bytes
-    peaks = [process + memory.peak for memory in sums]
+    peaks = [plan.predicted.taken_bytes(memory.peak) for memory in sums]
+    kept = [peak - process - memory.peak for peak, memory in zip(peaks, sums, strict=True)]
     unit = next((name for name in reversed(_UNITS) if max(peaks) >= 10 * _UNITS[name]), "KiB")
     lines = columns([
         Column("stage" if all(len(group) == 1 for group in groups) else "stages",
                [listed(group) for group in groups]),
         *(Column(kind, [_in_unit(getattr(memory, kind) / _UNITS[unit]) for memory in sums]) for kind in _KINDS),
         *(Column(head, [_in_unit(size / _UNITS[unit]) for size in sizes]) for head, sizes in (
-            ("process", [process] * len(sums)), ("peak", peaks)) if head == "peak" or process),
+            ("unused", kept), ("process", [process] * len(sums)), ("peak", peaks))
+          if head == "peak" or any(sizes)),
         *([] if limit_bytes is None else [
             Column("of limit", [f"{100 * peak / limit_bytes:.0f} %" for peak in peaks], spare=True)])], width)
     return [f"memory of a rank when it holds most, in {unit}", *lines]

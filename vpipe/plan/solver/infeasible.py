@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
 
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
           "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with",
-          "process": "Python, torch and the data"}
+          "kept": "what the allocator keeps of tensors that are gone", "process": "Python, torch and the data"}
 
 _OTHERS = "allow other schedules, numbers of microbatches or ranks"
 
@@ -39,7 +40,8 @@ def infeasible(space: SearchSpace, fits: Fits) -> UserError:
     place = f"stage {stages[0]} ({layers[stages[0]]})" if len(stages) == 1 else (
         f"rank {rank} (stages {', '.join(f'{stage}: {layers[stage]}' for stage in stages)})")
     memory, fixed = plan.predicted.held_by(stages), request.recompute is not None
-    held = {**vars(memory), "process": plan.predicted.process_bytes}
+    held = {**vars(memory), "process": plan.predicted.process_bytes,
+            "kept": math.floor(plan.predicted.kept_share * memory.peak)}
     kind = max(_KINDS, key=lambda name: held[name])
     asked = "the plan asked for does not fit" if request.partition is not None and fixed else "no plan fits"
     if request.solver == "vpipe":

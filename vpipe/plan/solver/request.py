@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -66,13 +67,20 @@ class PlanRequest:
 
     @property
     def process_bytes(self) -> int:
-        """Of the memory of a rank, what its process takes before any layer is built."""
+        """Of the memory of a rank, what its process takes besides tensors and their allocator."""
         return max(profile.process_bytes for profile in self.profiles.values())
+
+    @property
+    def kept_share(self) -> float:
+        """Of the bytes of tensors, what their allocator keeps besides."""
+        return max(profile.kept_share for profile in self.profiles.values())
 
     @property
     def tensor_bytes(self) -> int | None:
         """The bytes of the layers that each rank may hold; None is no limit."""
-        return None if self.memory_bytes is None else self.memory_bytes - self.process_bytes
+        if self.memory_bytes is None:
+            return None
+        return math.floor((self.memory_bytes - self.process_bytes) / (1 + self.kept_share))
 
     @property
     def layers(self) -> int:

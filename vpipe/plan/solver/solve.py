@@ -22,6 +22,7 @@ from vpipe.plan.solver.partition_search import TOLERANCE, slices_of
 from vpipe.plan.solver.request import Alternative, PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.solver.stage_table import MOST_SETS
+from vpipe.plan.stage_costs import taken_bytes
 from vpipe.units import rounded_up, size_text
 
 MOST_CANDIDATES = 6
@@ -71,7 +72,8 @@ class Solution:
             if (candidate := space.solve(choice)) is not None:
                 if not choice.chunked:
                     slices = slices_of(candidate.partition, candidate.widths)
-                    yield request.process_bytes + space.cost_model(choice).peak_bytes(slices)
+                    yield taken_bytes(space.cost_model(choice).peak_bytes(slices), request.process_bytes,
+                                      request.kept_share)
                 if (simulated := Simulations(space).simulated(candidate, urgent=True)) is not None:
                     yield simulated.predicted.fullest_rank[1]
             yield _solve_one(replace(request, memory_bytes=None)).plan.predicted.fullest_rank[1]
@@ -302,7 +304,8 @@ def _without_recompute(trials: Simulations, chosen: Candidate) -> Compared:
         found = chosen.with_stages((candidate.partition, candidate.recomputed))
         return _best_with(trials, what, [found], "does not fit")
     needed = space.cost_model(chosen.choice).least_memory()
-    least = 0 if needed is None else needed.bottleneck + space.request.process_bytes
+    request = space.request
+    least = 0 if needed is None else taken_bytes(needed.bottleneck, request.process_bytes, request.kept_share)
     why = f"needs {size_text(least, up=True)} per rank" if least else "does not fit"
     return Alternative(what, why=why), None
 
