@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                    "app.imports", "app.run_log"},
     "app.commands": {LIBRARY, "testing", "app.command_line", "app.metric_formulas", "app.progress", "app.families",
                      "app.data", "app.visualize", "app.report", "app.config", "app.train", "app.verify", "app.launch",
-                     "app.weights", "app.imports", "app.sizes", "app.run_log"},
+                     "app.weights", "app.imports", "app.sizes", "app.run_log", "app.errors"},
     "app.cli": {LIBRARY, "app.command_line", "app.progress", "app.launch", "app.commands", "app.weights",
                 "app.imports"},
     "__main__": {"app.cli"},

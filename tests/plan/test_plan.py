@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,13 @@ def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
     ranks = {str(s): [s] for s in reversed(range(12))}
     plan = Plan.load(written(tmp_path, {"partition": [1] * 12, "stage_to_rank_map": ranks}))
     assert plan.groups == tuple((s,) for s in range(12))
+
+
+def test_a_plan_is_a_line_of_text() -> None:
+    plan = Plan(Cut((3, 3)), Order("1f1b"), 4)
+    assert str(plan) == "1f1b, 2 stages [3, 3], 4 microbatches"
+    predicted = replace(plan, predictions=replace(PREDICTION, step_s=0.25, samples_per_step=16))
+    assert str(predicted) == f"{plan}, 250 ms per step, 64 samples/s predicted"
 
 
 MISTAKES: list[object] = [

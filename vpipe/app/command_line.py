@@ -69,7 +69,8 @@ class Parser(argparse.ArgumentParser):
             option = unknown[0].partition("=")[0]
             if remedy := UserError.retired.get(f"{self.prog} {option}"):
                 self._refuse(f"{self.prog} has no '{option}' any more", remedy)
-            remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
+            remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--") and
+                                      name != "--help"])
             self._refuse(f"{self.prog} knows no '{option}'",
                          remedy if option.startswith("-") else f"run {self.prog} --help")
         return known, unknown

@@ -146,6 +146,14 @@ class Plan:
     tensor: int | None = None
     zero1: bool | None = None
 
+    def __str__(self) -> str:
+        text = f"{self.schedule or 'any schedule'}, {counted(len(self.partition), 'stage')} {list(self.partition)}"
+        if self.microbatches is not None:
+            text += f", {counted(self.microbatches, 'microbatch')}"
+        if (found := self.predictions) is not None:
+            text += f", {1000 * found.step_s:.4g} ms per step, {1 / found.seconds_per_sample:.4g} samples/s predicted"
+        return text
+
     def __post_init__(self) -> None:
         given = Arguments()
         given.instance("cut", self.cut, Cut)

@@ -16,6 +16,7 @@ from vpipe.app.config.config import Config
 from vpipe.app.config.validation import section_of, validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.data.registry import files_read
+from vpipe.app.errors import os_errors
 from vpipe.app.families.registry import Family, family_named, model_names
 from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError, counted, nearest
@@ -76,10 +77,8 @@ def run_init(options: argparse.Namespace) -> None:
     if stages > len(model):
         raise UserError(f"{stages} stages, but the model has only {len(model)} layers",
                         hint=f"give --stages {len(model)} or less, or a larger --size")
-    try:
+    with os_errors(f"cannot write '{output}'", "name another file with -o"):
         output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write '{output}': {error.strerror}", hint="name another file with -o") from None
     file = shlex.quote(str(output))
     print(f"{output}: {name} {size}, {counted(len(model), 'layer')} in {counted(stages, 'stage')}, "
           f"{config.parallel.schedule}\nplan it:  vpipe plan {file}\ntrain it: vpipe train {file}")

@@ -12,6 +12,7 @@ from signal import SIGUSR1
 
 from vpipe.app.command_line import setting_words
 from vpipe.app.config.config import Config, load_config
+from vpipe.app.errors import os_errors
 from vpipe.app.launch.rank_env import check_neighbours, ranks_of
 from vpipe.app.visualize.table import check_output
 from vpipe.errors import RunError, UserError, counted
@@ -40,10 +41,8 @@ def run_slurm(options: argparse.Namespace) -> None:
     script = slurm_script(options, config, per_node, ["vpipe", "train", path, *restarts, *overrides],
                           ["vpipe", "slurm", path, *chosen, *overrides])
     if options.output is not None:
-        try:
+        with os_errors(f"cannot write '{options.output}'", "make room there"):
             options.output.write_text(script, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write '{options.output}': {error.strerror}", hint="make room there") from None
     if options.submit:
         print(f"submitted job {_submit(script)}: squeue shows it")
     elif options.output is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vpipe.app.errors import os_errors
 from vpipe.app.progress import stage_progress
 from vpipe.app.report.page import page
 from vpipe.app.report.perfetto import write_trace
@@ -28,13 +29,11 @@ def write_report(folder: Path, lane: int = 0) -> None:
     trace, report = folder / f"trace{behind}.json", folder / f"report{behind}.html"
     with stage_progress() as show:
         data = load_report_data(folder, _config(folder), show, lane)
-        try:
+        with os_errors(f"cannot write into '{folder}'",
+                       "copy the run's folder to a place with room that you may write to"):
             left_out = write_trace(data.recording, data.producers, trace, say=show)
             show(f"writing {report.name}")
             report.write_text(page(data), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write into '{folder}': {error.strerror}",
-                            hint="copy the run's folder to a place with room that you may write to") from None
     for note in (*data.notes, *([left_out] if left_out else [])):
         print(f"note: {note}")
     print(f"{trace}: open it in Perfetto\n{report}: open it in a browser")

@@ -27,6 +27,7 @@ from vpipe.app.config.origin import MODEL_CONFIG, ORIGIN, SCHEDULE, TOKENIZER, r
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
 from vpipe.app.data.tokenizers import load_tokenizer
+from vpipe.app.errors import os_errors
 from vpipe.app.families.experts import BALANCE
 from vpipe.app.families.lora import is_adapter
 from vpipe.app.families.registry import family_named
@@ -190,15 +191,12 @@ class Job:
                    SCHEDULE: Path(schedule) if CsvFile.is_path(schedule) else None}
         origin = {"folder": os.getcwd(), "host": socket.gethostname(), "run": os.path.abspath(folder),
                   **read_origin(folder), "data": self.data_facts}
-        try:
+        with os_errors(f"cannot copy into the run's folder '{folder}'", "make it writable, or make room"):
             for name, source in sources.items():
                 if source is not None:
                     words = source.suffix == ".txt"  # which others read as a tokenizer.json
                     files.replace_text(folder / name, load_tokenizer(source).to_str() if words else source.read_bytes())
             files.replace_text(folder / ORIGIN, json.dumps(origin, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot copy into the run's folder '{folder}': {error}",
-                            hint="make it writable, or make room") from None
 
     @cached_property
     def data_facts(self) -> dict[str, Any]:
