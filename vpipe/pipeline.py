@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_integer, check_path, shown
 from vpipe.checkpoint.manifest import Position, view_of
-from vpipe.description.cut import Cut
+from vpipe.description.cut import Cut, StageSpec
 from vpipe.description.description import Description
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order
@@ -30,7 +30,6 @@ from vpipe.distributed.init import exchange, is_alone, join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.model.layer import split_target
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec
 from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, labelled
 from vpipe.runtime.collectives import LocalUsage, clock_offset, together

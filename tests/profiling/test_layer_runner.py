@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from vpipe import Layer, Model
 from vpipe.app.train.optimizers import OptimizerSettings
+from vpipe.description.cut import StageSpec
 from vpipe.description.precision import Precision
-from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
-from vpipe.profiling.layer_runner import LayerCounts, LayerInputs, LayerRunner, count_layer, gradients_for, read_later
+from vpipe.profiling.layer_runner import LayerCounts, LayerInputs, LayerRunner, count_layer, gradients_for
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.stage import Stage
 
@@ -141,7 +141,7 @@ def test_measured_bytes_until_the_weight_half_are_those_of_the_runtime(model: Mo
         given = LayerInputs({name: tensors[name] for name in runner.reads},
                             {name: batch[name] for name in runner.fields}, {})
         outputs, _ = runner.forward(given)
-        gradients = gradients_for(outputs, read_later(model, number))
+        gradients = gradients_for(outputs, [name for name in model.layer_specs[number].outputs if name in outputs])
         counts = count_layer(runner, LayerInputs(given.inputs, given.fields, gradients), ADAMW)
         kept = ActivationCounter()
         copies = LayerInputs({n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in given.inputs.items()},

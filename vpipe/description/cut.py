@@ -1,11 +1,12 @@
 """Describe how a model is cut: the layers of every stage, what is recomputed of them, and the ranks of every stage.
 
-What follows from a cut, the tensors that cross it or stay on a rank, is computed here from the names of layers alone.
+What follows from a cut is computed here from the names of layers alone: the stages, the tensors that cross the cut or
+stay on a rank, and the weights that stages share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -119,21 +120,86 @@ def _ranks(given: Arguments, ranks: Any) -> Any:
     return tuple(map(tuple, ranks)) or 1
 
 
-def crossings(layers: Sequence[tuple[Sequence[str], Collection[str]]]) -> list[tuple[str, ...]]:
-    """Return what crosses the cut before every layer, and after the last: tensors in the order in which they are read.
+LOSS = "loss"
+"""Name of the tensor that the last layer writes, and training minimises."""
 
-    Args:
-        layers: the names that each reads, and those that it writes. A name that is written again is another tensor.
+
+class LayerNames(NamedTuple):
+    """The names by which a layer goes into the stages of a cut, whether it is a model's or a profile's.
+
+    Attributes:
+        reads: tensors and batch fields, in order.
+        writes: tensors. A name that is written again is another tensor.
+        borrows: parameters tied to an earlier layer's: own name -> (the number of the layer that owns it, the owner's
+            name).
+    """
+
+    reads: Sequence[str]
+    writes: Collection[str]
+    borrows: Mapping[str, tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The layers of a stage and the tensors at its borders, before anything is built.
+
+    ``inputs`` arrive from the previous stage: those that a later layer, here or beyond, still reads; ``outputs`` leave
+    for the next one, ``("loss",)`` on the last. ``fields`` of the batch are those that its layers read. ``borrowed``
+    are parameters tied to another stage's: own name -> (owning stage, owner's name), each ``"<layer>.<parameter>"``.
+    """
+
+    index: int
+    layers: range
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    fields: tuple[str, ...]
+    borrowed: Mapping[str, tuple[int, str]]
+
+
+def stage_specs(layers: Sequence[LayerNames], fields: Iterable[str], partition: Sequence[int]) -> tuple[StageSpec, ...]:
+    """Return the stages of layers, which read these fields of a batch."""
+    spans, crossing = ranges(partition), crossings(layers)
+    stage_of = [stage for stage, span in enumerate(spans) for _ in span]
+    specs = []
+    for stage, span in enumerate(spans):
+        here = layers[span.start:span.stop]
+        borrowed = {own: (stage_of[owner], name) for layer in here for own, (owner, name) in layer.borrows.items()
+                    if stage_of[owner] != stage}
+        outputs = crossing[span.stop] if span.stop < len(layers) else (LOSS,)
+        specs.append(StageSpec(stage, span, crossing[span.start], outputs,
+                               tuple(f for f in fields if any(f in layer.reads for layer in here)), borrowed))
+    return tuple(specs)
+
+
+def crossings(layers: Sequence[LayerNames]) -> list[tuple[str, ...]]:
+    """Return what crosses the cut before every layer, and after the last: tensors in the order in which they are read.
     """
     written: set[str] = set()
     known = []
-    for reads, writes in layers:
-        known.append([name for name in reads if name in written])
-        written.update(writes)
+    for layer in layers:
+        known.append([name for name in layer.reads if name in written])
+        written.update(layer.writes)
     found: list[tuple[str, ...]] = [()]
-    for (_, writes), own in zip(reversed(layers), reversed(known), strict=True):
-        found.append(tuple(dict.fromkeys([*own, *(name for name in found[-1] if name not in writes)])))
+    for layer, own in zip(reversed(layers), reversed(known), strict=True):
+        found.append(tuple(dict.fromkeys([*own, *(name for name in found[-1] if name not in layer.writes)])))
     return found[::-1]
+
+
+Ties = Mapping[int, Mapping[int, tuple[str, ...]]]
+"""Owning stage -> borrowing stage -> names of the owner's parameters, ``"<layer>.<parameter>"``."""
+
+
+def ties_between(specs: Sequence[StageSpec], counts: Callable[[str], bool] = lambda name: True) -> Ties:
+    """Return the tied weights that lie on two stages and whose owner's name ``counts``."""
+    ties: dict[int, dict[int, tuple[str, ...]]] = {}
+    for spec in specs:
+        for owner, target in spec.borrowed.values():
+            if not counts(target):
+                continue
+            names = ties.setdefault(owner, {}).setdefault(spec.index, ())
+            if target not in names:
+                ties[owner][spec.index] = (*names, target)
+    return ties
 
 
 class KeptInputs(NamedTuple):
@@ -152,27 +218,22 @@ class KeptInputs(NamedTuple):
     made: Set[str]
 
 
-def kept_inputs(placement: Placement, layers: Sequence[range], inputs: Sequence[tuple[str, ...]],
-                writes: Sequence[Collection[str]]) -> dict[int, KeptInputs]:
+def kept_inputs(placement: Placement, specs: Sequence[StageSpec],
+                layers: Sequence[LayerNames]) -> dict[int, KeptInputs]:
     """Return by stage what its rank keeps for it: what no layer between the two stages of the rank writes anew.
 
     Gradients of it go through all stages nevertheless: each adds its own, in the order of one graph.
-
-    Args:
-        layers: of every stage.
-        inputs: of every stage: what crosses the cut before it.
-        writes: the names that each layer writes.
     """
     def written(numbers: range) -> set[str]:
-        return {name for number in numbers for name in writes[number]}
+        return {name for number in numbers for name in layers[number].writes}
 
     found = {}
     for stage, ranks in enumerate(placement):
         since = max((earlier for earlier in range(stage) if placement[earlier] == ranks), default=stage)
-        between = range(layers[since].stop, layers[stage].start)
+        between, inputs = range(specs[since].layers.stop, specs[stage].layers.start), specs[stage].inputs
         # The stage right before hands on everything without a transfer.
-        if since < stage - 1 and (names := set(inputs[stage]) - written(between)):
-            found[stage] = KeptInputs(since, inputs[stage], names, names & written(layers[since]))
+        if since < stage - 1 and (names := set(inputs) - written(between)):
+            found[stage] = KeptInputs(since, inputs, names, names & written(specs[since].layers))
     return found
 
 

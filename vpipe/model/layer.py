@@ -20,11 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from vpipe import accelerator
 from vpipe.arguments import Arguments, shown
+from vpipe.description.cut import LOSS as LOSS
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model.sequential import put_module
-
-LOSS = "loss"
-"""Name of the tensor that the last layer writes, and training minimises."""
 
 _REPLICAS = "stages=Cut(2, ranks=2) has every stage on two ranks, and adds their gradients"
 

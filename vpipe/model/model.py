@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, shown
-from vpipe.description.cut import balanced, crossings
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.description.cut import LayerNames, StageSpec, balanced, stage_specs
+from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.model.layer import (
     LOSS,
     Layer,
@@ -43,7 +43,6 @@ from vpipe.model.sequential import (
     shared_modules,
     shared_parameters,
 )
-from vpipe.model.split import StageSpec, divide, owner_of
 from vpipe.model.structure import ADDRESS, structure
 
 
@@ -192,10 +191,22 @@ class Model:
         return names.index(name)
 
     @cached_property
+    def names(self) -> tuple[LayerNames, ...]:
+        """What every layer reads, writes and borrows; of ties of ties the owner at the end."""
+        ties = {f"{layer.name}.{own}": target for layer in self.layers for own, target in layer.ties.items()}
+
+        def owner_of(target: str) -> tuple[int, str]:
+            while target in ties:
+                target = ties[target]
+            return self.index(split_target(target, self.layers)[0]), target
+
+        return tuple(LayerNames(layer.inputs, layer.outputs, {
+            f"{layer.name}.{own}": owner_of(target) for own, target in layer.ties.items()}) for layer in self.layers)
+
+    @cached_property
     def ties(self) -> Mapping[str, str]:
         """Tied parameters: ``<layer>.<parameter>`` -> that of the layer that owns it, at the end of ties of ties."""
-        return {f"{layer.name}.{own}": owner_of(self.layers, target) for layer in self.layers
-                for own, target in layer.ties.items()}
+        return {own: target for layer in self.names for own, (_, target) in layer.borrows.items()}
 
     # -- stages ----------------------------------------------------------------------------------------
 
@@ -205,11 +216,30 @@ class Model:
         Raises UserError for a partition that does not fit the model, or separates layers that share a module.
         """
         self._check()
-        return divide(self.layers, self.batch, partition)
+        if len(partition) > len(self):
+            raise UserError(f"{len(partition)} stages, but the model has only {counted(len(self), 'layer')}",
+                            hint=f"use at most {counted(len(self), 'stage')}")
+        if any(n < 1 for n in partition):
+            raise UserError(f"partition {list(partition)} has an empty stage",
+                            hint="give every stage at least one layer")
+        if (left := len(self) - sum(partition)) != 0:
+            raise UserError(f"partition {list(partition)} adds up to {counted(sum(partition), 'layer')}, but the model "
+                            f"has {len(self)}",
+                            hint=f"change an entry by {left:+d}, so that they add up to {len(self)}")
+        specs = stage_specs(self.names, self.batch, partition)
+        stage_of = {self.layers[number].name: spec.index for spec in specs for number in spec.layers}
+        for layer in self.layers:
+            _check_shared(layer, stage_of)
+        return specs
+
+    @cached_property
+    def layer_specs(self) -> tuple[StageSpec, ...]:
+        """Every layer as a stage of its own, whatever modules layers share."""
+        return stage_specs(self.names, self.batch, [1] * len(self))
 
     def crossing(self, cut: int) -> tuple[str, ...]:
         """Return the tensors that cross the cut before layer ``cut``: written before it, and read next after it."""
-        return crossings([(layer.inputs, layer.outputs) for layer in self.layers])[cut]
+        return self.layer_specs[cut].inputs if cut < len(self) else ()
 
     def parameter_counts(self) -> list[int]:
         """Count the parameters of each layer, a tied one once, where it is owned, without memory for them."""
@@ -252,6 +282,17 @@ class Model:
             UserError: there are more stages than layers.
         """
         return tuple(balanced(self._passes() if costs is None else costs, stages))
+
+
+def _check_shared(layer: Layer, stage_of: Mapping[str, int]) -> None:
+    for path, target in layer.shared.items():
+        owner = next(name for name in stage_of if f"{target}.".startswith(f"{name}."))
+        if stage_of[owner] != stage_of[layer.name]:
+            mine = f"'{layer.name}.{path}'" if path else f"layer '{layer.name}'"
+            raise UserError(f"{mine} (stage {stage_of[layer.name]}) is the same module as '{target}' (stage "
+                            f"{stage_of[owner]}) and has buffers, which two stages cannot share",
+                            hint=f"choose a partition that has the layers from '{owner}' to '{layer.name}' in one "
+                                 "stage, or give each place a module of its own")
 
 
 def _module_dict(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from vpipe.description.cut import ties_between
 from vpipe.description.order import Order
 from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
@@ -56,7 +57,8 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
         raise UserError(f"the plan is for {sum(partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
     order = plan.order.over(Order.of(name, update_every=update_every))
-    spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties_of(profile, partition))
+    ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(profile.split(partition)).items()}
+    spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties)
     frozen = sum(layers.stop <= profile.frozen_layers for layers in ranges(partition))
     built = with_frozen(spec.prepare(), frozen) if CsvFile.is_path(name) else _build(profile, spec, frozen)
     split = bool(built.split_backwards)
@@ -66,14 +68,6 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     costs = pipeline_costs(part, partition, recomputed, built.placement, split, built.versions, shares)
     steps = simulate_steps(built, costs)
     return SimulatedPlan(_prediction(part, partition, recomputed, steps, lanes), steps.timeline)
-
-
-def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return the stages that borrow a stage's tied weights, by owning stage."""
-    stage_of = [stage for stage, size in enumerate(partition) for _ in range(size)]
-    ties = sorted({(stage_of[owner], stage_of[number]) for number, layer in enumerate(profile.layers)
-                   for owner in layer.tied if stage_of[owner] != stage_of[number]})
-    return {owner: tuple(stage for lender, stage in ties if lender == owner) for owner, _ in ties}
 
 
 def _build(profile: Profile, spec: ScheduleSpec, frozen: int) -> Schedule:

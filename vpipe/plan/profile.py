@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from vpipe.description.cut import crossings
+from vpipe.description.cut import LayerNames, StageSpec, crossings, stage_specs
 from vpipe.errors import UserError
 from vpipe.files import count_of, read_json, read_record, replace_text
 
@@ -227,6 +227,17 @@ class Profile:
         return replace(self, layers=layers, fields={name: -(-size // slices) for name, size in self.fields.items()})
 
     @cached_property
+    def names(self) -> tuple[LayerNames, ...]:
+        """What every layer reads, writes and borrows; the name of a borrowed weight is the number of its owner."""
+        return tuple(LayerNames(layer.reads, [tensor.name for tensor in layer.writes], {
+            f"{number}.{owner}": (owner, str(owner)) for owner in layer.tied})
+            for number, layer in enumerate(self.layers))
+
+    def split(self, partition: Sequence[int]) -> tuple[StageSpec, ...]:
+        """Return the stages of a partition."""
+        return stage_specs(self.names, self.fields, partition)
+
+    @cached_property
     def activations(self) -> ActivationMemory:
         return ActivationMemory(self)
 
@@ -331,7 +342,7 @@ class ActivationMemory:
         self._profile, self._crossing = profile, list[list[TensorBytes]]()
         self.tensors: list[LayerTensors] = []
         written: dict[str, TensorBytes] = {}
-        alive = crossings([(layer.reads, [tensor.name for tensor in layer.writes]) for layer in profile.layers])
+        alive = crossings(profile.names)
         for layer, before, after in zip(profile.layers, alive, alive[1:], strict=False):
             sizes = {tensor.name: tensor.bytes for tensor in layer.writes}
             marks = [mark.partition(":")[::2] for mark in dict.fromkeys(layer.saves)]

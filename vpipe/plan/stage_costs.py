@@ -107,11 +107,10 @@ class UnsentInputs(NamedTuple):
 
 def unsent_inputs(profile: Profile, partition: Sequence[int], placement: Placement) -> list[UnsentInputs]:
     """Return what ranks keep for their later stages."""
-    spans, crossing = ranges(partition), profile.activations.crossing
-    sizes = [{tensor.name: tensor.bytes for tensor in crossing(layers.start)} for layers in spans]
-    kept = kept_inputs(placement, spans, list(map(tuple, sizes)), [each.writes for each in profile.activations.tensors])
-    return [UnsentInputs(each.since, stage, *(sum(map(sizes[stage].__getitem__, names))
-                                              for names in (each.names, each.made))) for stage, each in kept.items()]
+    specs = profile.split(partition)
+    sizes = [dict(profile.activations.tensors[spec.layers.start].before) for spec in specs]
+    return [UnsentInputs(each.since, stage, *(sum(map(sizes[stage].__getitem__, names)) for names in (
+        each.names, each.made))) for stage, each in kept_inputs(placement, specs, profile.names).items()]
 
 
 def waiting_bytes(kept: Sequence[UnsentInputs], in_flight: Mapping[int, int]) -> dict[int, int]:

@@ -18,9 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
-from vpipe.model.layer import LOSS, split_target
+from vpipe.model.layer import LOSS
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec
 from vpipe.plan.profile import TensorBytes
 from vpipe.runtime.activations import ActivationCounter, Record
 from vpipe.runtime.sharded_tensors import is_sharded, local
@@ -54,14 +53,11 @@ class LayerRunner:
         self.reads = tuple(dict.fromkeys(name for name in layer.inputs if name not in model.batch))
         self.fields = tuple(dict.fromkeys(name for name in layer.inputs if name in model.batch))
         self.writes = tuple(dict.fromkeys(layer.outputs))
-        tied = tied_owners(model, number)
-        borrowed = {f"{layer.name}.{own}": (owner, f"{model.layers[owner].name}.{parameter}")
-                    for own, (owner, parameter) in tied.items()}
-        spec = StageSpec(number, range(number, number + 1), self.reads, self.writes, self.fields, borrowed)
+        spec = replace(model.layer_specs[number], inputs=self.reads, outputs=self.writes, fields=self.fields)
         self.stage = Stage(model, spec, seed=seed, device=device, recomputed=(), precision=precision)
         self.stage.measured = True
         self.tied_bytes, self.frozen_tied_bytes = ({
-            own: local(parameter).nbytes for own in tied
+            own: local(parameter).nbytes for own in layer.ties
             if (parameter := self.stage.modules[number].get_parameter(own)).requires_grad == trained}
             for trained in (True, False))
 
@@ -105,22 +101,6 @@ class LayerRunner:
         weights.step(optimizer.step)
         for leaf, gradient in zip(weights.graded(), gradients, strict=True):
             leaf.grad = gradient
-
-
-def tied_owners(model: Model, number: int) -> dict[str, tuple[int, str]]:
-    """Return the tied parameters of a layer: own name -> (the number of the layer that owns it, its name there)."""
-    found = {}
-    for own in model.layers[number].ties:
-        name, parameter = split_target(model.ties[f"{model.layers[number].name}.{own}"], model.layers)
-        found[own] = (model.index(name), parameter)
-    return found
-
-
-def read_later(model: Model, number: int) -> tuple[str, ...]:
-    """Return the layer's outputs that a later layer reads."""
-    last = number + 1 == len(model)
-    return tuple(name for name in dict.fromkeys(model.layers[number].outputs)
-                 if (name == LOSS if last else name in model.crossing(number + 1)))
 
 
 def gradients_for(outputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:

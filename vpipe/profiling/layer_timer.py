@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vpipe.description.cut import StageSpec
 from vpipe.description.precision import Precision
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Seconds
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, zero_rate_optimizer
 from vpipe.profiling.rank_group import RankGroup

@@ -27,8 +27,6 @@ from vpipe.profiling.layer_runner import (
     count_layer,
     gradients_for,
     live_bytes,
-    read_later,
-    tied_owners,
 )
 from vpipe.profiling.layer_timer import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.links import added_bytes_per_s, copied_bytes_per_s, matrix_flops_per_s, measure_links
@@ -73,7 +71,7 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
     made: dict[int, list[Tensor]] = {}
     like, given, counts = [], {}, {}
     for number, layer in enumerate(model.layers):
-        later = read_later(model, number)
+        later = [name for name in layer.outputs if name in model.layer_specs[number].outputs]
         key = (structures[number], tuple(_kind((fields | tensors)[name]) for name in layer.inputs),
                tuple(layer.inputs.index(name) for name in layer.inputs), len(layer.outputs),
                tuple(name in later for name in layer.outputs))
@@ -278,7 +276,8 @@ class _Measurement:
         writes = tuple(replace(tensor, name=name) for tensor, name in zip(counts.writes, outputs, strict=True))
         # The places of what is kept are those of a runner: tensors first, then batch fields.
         places = {"in": sorted(reads, key=lambda name: name in self._model.batch), "out": outputs}
-        tied, frozen_tied = (_by_owner(tied_owners(self._model, number), sizes)
+        borrowed = self._model.layer_specs[number].borrowed
+        tied, frozen_tied = (_by_owner({borrowed[f"{layer.name}.{own}"]: size for own, size in sizes.items()})
                              for sizes in (counts.tied_bytes, counts.frozen_tied_bytes))
         return LayerProfile(
             name=layer.name, **times, parameter_bytes=counts.parameter_bytes, optimizer_bytes=counts.optimizer_bytes,
@@ -289,10 +288,10 @@ class _Measurement:
             largest_bytes=counts.largest_bytes, carried_bytes=counts.carried_bytes, past_bytes=0)
 
 
-def _by_owner(owners: Mapping[str, tuple[int, str]], sizes: Mapping[str, int]) -> dict[int, int]:
-    """Return the bytes of borrowed parameters by the layer that owns them; one that is tied twice counts once."""
+def _by_owner(sizes: Mapping[tuple[int, str], int]) -> dict[int, int]:
+    """Return the bytes of borrowed parameters by the layer that owns them."""
     found: dict[int, int] = defaultdict(int)
-    for (owner, _), size in {owners[own]: size for own, size in sizes.items()}.items():
+    for (owner, _), size in sizes.items():
         found[owner] += size
     return dict(found)
 

@@ -9,13 +9,12 @@ from itertools import chain
 from pkgutil import resolve_name
 
 from vpipe.checkpoint.manifest import View
-from vpipe.description.cut import kept_inputs
+from vpipe.description.cut import StageSpec, Ties, kept_inputs
 from vpipe.description.description import Description
 from vpipe.description.execution import Executor
 from vpipe.distributed.device import DeviceMap
 from vpipe.errors import UserError
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec, Ties
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation
@@ -92,9 +91,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
     compression = Compression.described(description.transfers, len(placement), description.seed)
     # With compression every cut rounds all tensors, so a rank has not had what arrives there.
-    kept = {} if compression is not None else kept_inputs(
-        placement, [spec.layers for spec in specs], [spec.inputs for spec in specs],
-        [layer.outputs for layer in model.layers])
+    kept = {} if compression is not None else kept_inputs(placement, specs, model.names)
     for stage in (stage for stages in built.values() for stage in stages.values()):
         stage.kept_around.update(*(each.names for later, each in kept.items()
                                    if each.since < stage.spec.index < later))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.checkpoint.manifest import View
+from vpipe.description.cut import StageSpec
 from vpipe.description.description import Description
 from vpipe.distributed.init import exchange, limit_groups
 from vpipe.distributed.lanes import Lanes
@@ -32,7 +33,6 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec
 from vpipe.runtime.batch_comparison import checksum
 from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import is_sharded, local, shard_of, whole

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vpipe import accelerator
 from vpipe.checkpoint.manifest import Position, View
+from vpipe.description.cut import StageSpec, ties_between
 from vpipe.description.description import Description
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.fault import Fault
@@ -23,7 +24,6 @@ from vpipe.distributed.init import exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.batch_comparison import SAME_BATCHES, LaneComparison
 from vpipe.runtime.build_workers import build_stages, build_workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vpipe.description.cut import Cut
+from vpipe.description.cut import Cut, ties_between
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order
 from vpipe.errors import UserError
@@ -36,8 +36,6 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
     if execution.threaded and (refused := RegisteredSchedule.threads_refused(order.schedule)):
         raise UserError(f"the executor is {execution.executor}, {refused[0]}", hint=refused[1])
     if model is not None:
-        from vpipe.model.split import ties_between  # here, for a config is read without torch
-
         ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
     schedule = ScheduleSpec(order, cut, microbatches, ranks, ties, needs_norms, execution.data is not None,
                             last_first=execution.threaded, zero1=zero1,

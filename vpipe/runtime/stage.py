@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from vpipe.description.cut import StageSpec
 from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import LOSS, Layer, seed_of
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec
 from vpipe.runtime.activations import (
     DropoutKey,
     Record,

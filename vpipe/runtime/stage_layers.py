@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import accelerator
+from vpipe.description.cut import StageSpec
 from vpipe.description.precision import Precision
 from vpipe.errors import UserError
 from vpipe.model.layer import (
@@ -26,7 +27,6 @@ from vpipe.model.layer import (
 )
 from vpipe.model.model import Model
 from vpipe.model.sequential import loss_buffers, rounded_module
-from vpipe.model.split import StageSpec
 from vpipe.runtime.sharded_tensors import local, parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vpipe.description.cut import Ties
 from vpipe.errors import UserError
-from vpipe.model.split import Ties
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import first_of
