@@ -197,6 +197,11 @@ def test_memory_of_stages_is_that_of_the_programs(schedule: str, widths: tuple[i
         behind -= len(group)
 
 
+def test_a_batch_of_one_microbatch_has_a_plan_whichever_way_its_times_are_rounded() -> None:
+    made = frozen(any_profile(78, 5, bytes_per_s=1e7), 2)
+    assert solve(PlanRequest({1: made}, 2, None, ("gpipe",), placement=((0,), (1,)))).exact
+
+
 def test_slices_make_room_and_fill_the_pipeline() -> None:
     made, names = transformer(6), RegisteredSchedule.for_plans(flush=True, slices=4)
     assert set(names) - set(RegisteredSchedule.for_plans(flush=True)) == {"seq1f1b"}

@@ -214,7 +214,7 @@ class CostModel:
             return smallest_cost(self.by_time, start, self.cost, lambda total, most: max(most, total / self._cores),
                                  self.cost(start), start.bottleneck)
         least = max(0.0, float(self._plain[-1]) - choice.traits.filling_halves * float(table.running("weight")[-1]))
-        lower_bound, widest = start.bottleneck, self.cost(start) - least
+        lower_bound, widest = start.bottleneck, max(start.bottleneck, self.cost(start) - least)  # both are rounded
         if np.isinf(self._cores):
             return smallest_cost(self.by_time, start, self.cost, add, widest, lower_bound)
         least_work = replace(self.by_time, evaluate=self._evaluate_work).within(widest).smallest_sum(widest)
