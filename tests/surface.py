@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Iterator
+from functools import cached_property
 from importlib import import_module
 from typing import Literal, get_args, get_origin
 
@@ -52,8 +53,8 @@ def names() -> Iterator[str]:
             yield f"{face}.{name}"
             yield from (f"{face}.{name}({parameter})" for parameter in parameters(thing))
             for inner, method in inspect.getmembers(thing) if inspect.isclass(thing) else []:
-                if not inner.startswith("_") and (inspect.getmodule(method) or import_module(face)).__name__.startswith(
-                        "vpipe"):
+                if not inner.startswith("_") and (isinstance(method, cached_property) or (
+                        inspect.getmodule(method) or import_module(face)).__name__.startswith("vpipe")):
                     yield f"{face}.{name}.{inner}"
                     yield from (f"{face}.{name}.{inner}({parameter})" for parameter in parameters(method))
 

@@ -348,5 +348,5 @@ def test_a_borrower_on_the_owners_rank_takes_over_without_a_transfer() -> None:
 @pytest.mark.parametrize(("schedule", "version"), [(stream, [0, 1, 2, 3]), (synchronised, [0, 0, 1, 2])])
 def test_the_version_in_use(schedule: Callable[[], Schedule], version: list[int]) -> None:
     made = schedule()
-    assert [Graph(made).version[made.stages - 1, microbatch] for microbatch in range(4)] == version
+    assert [made.versions_used[made.stages - 1, microbatch] for microbatch in range(4)] == version
     check(made)

@@ -16,7 +16,6 @@ from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.graph import Graph
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -75,7 +74,7 @@ def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
 def test_versions(name: str, data: st.DataObject) -> None:
     warmup, every, updates = data.draw(streams(name))
     schedule = prove(name, Layout.LOOP(len(warmup)), every * updates, every, warmup=warmup)
-    for (stage, microbatch), version in Graph(schedule).version.items():
+    for (stage, microbatch), version in schedule.versions_used.items():
         assert version == VERSIONS[name](warmup, every, stage, microbatch)
     assert [fact.peak_activations for fact in schedule.rank_peaks] == list(schedule.peak_activations)
 

@@ -271,7 +271,7 @@ class Collectives:
         Of what builds a layer this compares the name, or all that a part of an ``nn.Sequential`` shows of itself.
         """
         whole = zlib.crc32(repr((schedule.programs, description.cut.recomputed)).encode())
-        foreign = sorted(kind.meaning for kind in schedule.kinds if not kind.is_own)
+        foreign = sorted(schedule.meaning(kind) for kind in schedule.kinds if not kind.is_own)
         parts = (description.update, description.transfers, description.execution, description)
         version = next((each.version for each in distributions(name="vpipe")), "not installed")
         mine = {"the version of vpipe": version, "the mesh": self._lanes,

@@ -44,7 +44,6 @@ from vpipe.runtime.surroundings import P, Surroundings, T, set_aside
 from vpipe.runtime.transport.process_group import is_ordered, tensor_groups
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.graph import exchanged_at_updates
 from vpipe.schedules.prepare import with_frozen
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
@@ -97,8 +96,8 @@ class Engine:
         self.schedule = schedule = with_frozen(schedule, self._frozen(stages), ties)
         self.workers.update(build_workers(stages, model, specs, schedule, description, world, ties,
                                           ties_between(specs, frozen.__contains__)))
-        exchanged, widest = exchanged_at_updates(schedule.kinds), max(map(len, self._placement))
-        assert exchanged["zero1"] == bool(description.update.zero1 and widest > 1), "lowered for another update"
+        widest = max(map(len, self._placement))
+        assert schedule.setting.zero1 == bool(description.update.zero1 and widest > 1), "lowered for another update"
         recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
         self._programs = RankPrograms(schedule, recompute, any(
             worker.transport.ordered for worker in self.workers.values()))

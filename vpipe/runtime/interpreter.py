@@ -6,6 +6,7 @@ import signal
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -19,11 +20,11 @@ from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
-from vpipe.schedules.graph import Flow, Graph, exchanged_at_updates
+from vpipe.schedules.graph import Flow, Graph
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.setting import Setting, TiedVersionOf
+from vpipe.schedules.setting import TiedVersionOf
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 from vpipe.schedules.versions import StreamVersions
 
@@ -77,17 +78,15 @@ class RankPrograms:
             return without_backwards(program, assignment.frozen)
 
         ties, versions = self._schedule.ties, StreamVersions(assignment, compute)
-
-        exchanged = exchanged_at_updates(self._schedule.kinds)
+        setting = replace(self._schedule.setting, assignment=assignment, tied_version_of=versions.of)
 
         def lowered(rank: int) -> Iterator[Action]:
-            return Lowering(assignment, rank, compute, ties, exchanged["normed"], self._schedule.warmup,
-                            zero1=exchanged["zero1"]).program()
+            return Lowering(assignment, rank, compute, ties, setting.normed, self._schedule.warmup,
+                            zero1=setting.zero1).program()
 
         def program(rank: int) -> RankProgram:
             actions = lowered(rank)
             if self._ordered:
-                setting = Setting(assignment, ties, versions.of, **exchanged)
                 every = range(self._schedule.ranks)
                 actions = TransferOrder(setting, list(map(lowered, every)), ranks=[rank]).program(rank)
             return RankProgram(actions, versions.of, lambda stage, microbatch: stage in split)
@@ -170,7 +169,7 @@ class Interpreter:
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, schedule: Schedule,
                  interrupts: Interrupts, distributed: bool) -> None:
         self._workers, self._results, self._distributed = workers, results, distributed
-        self._ties, self._exchanged, self._interrupts = schedule.ties, exchanged_at_updates(schedule.kinds), interrupts
+        self._setting, self._interrupts = schedule.setting, interrupts
         self.broken = self.stepped = False
         self._batch: tuple[int, int] | None = None
         for worker in workers.values():
@@ -229,8 +228,9 @@ class Interpreter:
         """
         step_together, last_forwards = segment.assignment.flush and not self._distributed, self._results.last_forwards
         # What tells whether an action can be executed, where all ranks are in this process.
-        interrupts, flow = self._interrupts, None if self._distributed else Flow(Setting(
-            segment.assignment, self._ties, next(iter(rank_programs.values())).tied_version_of, **self._exchanged))
+        interrupts, flow = self._interrupts, None if self._distributed else Flow(replace(
+            self._setting, assignment=segment.assignment,
+            tied_version_of=next(iter(rank_programs.values())).tied_version_of))
         programs = {rank: program.actions for rank, program in rank_programs.items()}
         heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
         while heads:

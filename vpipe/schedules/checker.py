@@ -232,7 +232,7 @@ def borrowed_versions(graph: Graph) -> None:
         for owner, borrowers in graph.schedule.ties.items():
             if not action.op.uses_version or action.stage not in borrowers:
                 continue
-            version = graph.version[owner, action.index]
+            version = graph.schedule.versions_used[owner, action.index]
             if version < latest.get((rank, owner), 0):
                 raise graph.error(f"{action} on rank {rank} uses version {version} of the tied weights of stage "
                                  f"{owner}, after a forward that uses version {latest[rank, owner]}",

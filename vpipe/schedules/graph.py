@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TypedDict
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import kinds
@@ -19,7 +18,6 @@ from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Kind, N
 from vpipe.schedules.schedule import Schedule, Spot, rule_error
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Placement
-from vpipe.schedules.versions import VersionRegister
 
 OnRank = tuple[Action, int]
 """An action and the rank that executes it."""
@@ -48,20 +46,6 @@ def receive_of(send: Action) -> Action:
     return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.index)
 
 
-class Exchanged(TypedDict):
-    """What ranks exchange at the updates of a lowered schedule: fields of a setting."""
-
-    normed: bool
-    sharded: bool
-    zero1: bool
-
-
-def exchanged_at_updates(present: Collection[Kind]) -> Exchanged:
-    """Return what ranks exchange at the updates of a schedule with these kinds."""
-    there = {value for kind in present for value, _ in kind.makes}
-    return {"normed": NORMS in there, "sharded": GATHERED in there, "zero1": EXCHANGED in there}
-
-
 def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, int]]]:
     """Return by value the kinds that make it, each with the stage of the value less that of the action.
 
@@ -81,29 +65,20 @@ class Graph:
     Attributes:
         where: the spots of every action.
         last: by stage, update and rank, the rank's last action (B or W) that makes weight gradients for it.
-        version: the weight version that the forward of (stage, microbatch) uses.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.makers = schedule, _makers(schedule.kinds)
+        self.schedule, self.setting, self.makers = schedule, schedule.setting, _makers(schedule.kinds)
         self.where: dict[Action, tuple[Spot, ...]] = {}
-        self.version: dict[tuple[int, int], int] = {}
         self.last: dict[tuple[int, int, int], Action] = {}
-        where, version, last = self.where, self.version, self.last
+        where, last = self.where, self.last
         per_update = [schedule.assignment.per_update(stage) for stage in range(schedule.stages)]
         for rank, program in enumerate(schedule.programs):
-            registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
             for position, action in enumerate(program):
                 op, stage, index = action
                 where[action] = (*where.get(action, ()), (rank, position))
-                if op.touches_versions:
-                    if op.uses_version:
-                        version[stage, index] = registers[stage].in_use
-                    elif op.completes and stage < len(per_update) and per_update[stage]:
-                        last[stage, index // per_update[stage], rank] = action
-                    registers[stage].follow(action)
-        self.setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
-                               is_lowered=schedule.is_lowered, **exchanged_at_updates(schedule.kinds))
+                if op.completes and stage < len(per_update) and per_update[stage]:
+                    last[stage, index // per_update[stage], rank] = action
 
     # -- the programs ----------------------------------------------------------------------------------
 
@@ -289,8 +264,9 @@ class Flow:
         """
         op, setting = action.op, self._setting
         if op.transfer is not None:
-            if self._one_order and op.in_turn is not None:
-                for value, stage, index, home in op.in_turn(setting, action.stage, action.index, rank):
+            if self._one_order:
+                value, stage, index = op.transfer.value, action.stage, action.index
+                for home in op.transfer.before(setting, stage, index, rank):
                     if self._newest.get((value, stage, home, setting.placement[stage][0]), -1) < index:
                         return value, stage, index, home
             return None
@@ -362,9 +338,10 @@ class Dependencies:
     def __init__(self, placement: Placement, update_every: int, flush: bool, present: Collection[Kind],
                  slices: int = 1) -> None:
         self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0, slices=slices)
-        there = {value for kind in present for value, _ in kind.makes}
+        there = frozenset[Value]().union(*(kind.made for kind in present))
         # A simulated sum is a transfer, no action.
-        self._setting = Setting(self.assignment, is_lowered=SUM in there, **exchanged_at_updates(present))
+        self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there,
+                                sharded=GATHERED in there, zero1=EXCHANGED in there)
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

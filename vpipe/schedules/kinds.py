@@ -10,11 +10,9 @@ points under the kind's text (docs/add-an-action.md).
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from types import CodeType
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
+from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
@@ -25,7 +23,7 @@ MICROBATCH, UPDATE, VERSION = "microbatch", "update", "version"
 """What the index of an action counts."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Value:
     """Something that actions make and need, of a stage and an index.
 
@@ -45,6 +43,9 @@ class Value:
     optional: bool = False
     bytes: Callable[[StageCosts], Number] = lambda cost: 0
     carrier: Kind | None = None
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def _at(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]:
@@ -110,7 +111,7 @@ class Memory:
     """What an action does to the memory of its rank.
 
     Attributes:
-        takes: values that it holds from its start on, or, with ``recomputes``, needs anew.
+        takes: values that it holds from its start on.
         leaves: values that are held from its end on.
         frees: values that are held no longer from its end on.
     """
@@ -133,6 +134,7 @@ class TransferEnd:
         peers: returns the ranks of the other ends, for a setting, the action's stage and index, and its rank.
         bytes: that the sending stage sends.
         borrowed: this end stands on the ranks that borrow the weights of its stage.
+        before: likewise returns the ranks that must have sent theirs before, where all transfers have one order.
     """
 
     value: Value
@@ -143,8 +145,15 @@ class TransferEnd:
     peers: Callable[[Setting, int, int, int], Sequence[int]]
     bytes: Callable[[StageCosts], Number] = lambda cost: cost.tied_bytes
     borrowed: bool = False
+    before: Callable[[Setting, int, int, int], Sequence[int]] = lambda at, s, i, rank: ()
 
 
+def _follows(of: Callable[[Kind], Any]) -> Any:
+    """A field that follows from those before it: every action is asked, so the answer is computed once."""
+    return field(init=False, metadata={"of": of})
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Kind(str):
     """A row of the table. As text it is what stands between stage and index, such as the F of 2F0.
 
@@ -158,14 +167,9 @@ class Kind(str):
         memory: what it does to the memory of its rank; None for nothing.
         ends: yields values of other indices that are not there any more after it.
         seconds: the seconds of its rank that it takes; None where it takes none.
-        recomputes: without a recomputation before it, it recomputes dropped activations by itself.
-        transfer: the transfer of which it is an end.
         host_bytes: what it copies to or from the host, for which its rank takes time; None where it does not.
+        transfer: the transfer of which it is an end.
         summed: it exchanges gradients or weights with the other replicas of its stage: all do it together.
-        in_turn: yields what must have been sent before it where all transfers have one order.
-        makes_version: it makes the next weight version of its stage.
-        chooses: it sets the version that the next forwards use to its index.
-        uses_version: it uses the weight version of its stage, which is held until the gradient has been made.
         generated: generators yield it; others are added by lowering.
         of_model: only a run asks for it: tied weights, clipping, ZeRO-1; no file has to contain it.
         torch: what does it where PyTorch runs the schedule; empty where PyTorch's compute-only form has it.
@@ -176,55 +180,78 @@ class Kind(str):
         UserError: a field is of the wrong type.
     """
 
-    def __new__(cls, text: str, *_: object, **__: object) -> Kind:
-        return super().__new__(cls, text)
+    text: InitVar[str]
+    name: str
+    counts: str
+    runs: str
+    _: KW_ONLY
+    needs: Needs = _nothing
+    makes: Sequence[tuple[Value, int]] = ()
+    memory: Memory | None = None
+    ends: Needs = _nothing
+    seconds: Callable[[StageCosts], Number] | None = None
+    host_bytes: Callable[[StageCosts], Number] | None = None
+    transfer: TransferEnd | None = None
+    summed: bool = False
+    generated: bool = False
+    of_model: bool = False
+    torch: str | None = None
+    colour: str = "#aab4be"
+    shades: tuple[str, ...] = ("38;5;16;48;5;248",)
 
-    def __init__(self, text: str, name: str, counts: str, runs: str, *,
-                 needs: Needs = _nothing,
-                 makes: Sequence[tuple[Value, int]] = (), memory: Memory | None = None, ends: Needs = _nothing,
-                 seconds: Callable[[StageCosts], Number] | None = None, recomputes: bool = False,
-                 transfer: TransferEnd | None = None, host_bytes: Callable[[StageCosts], Number] | None = None,
-                 summed: bool = False,
-                 in_turn: Callable[[Setting, int, int, int], Iterable[tuple[Value, int, int, int]]] | None = None,
-                 makes_version: bool = False, chooses: bool = False, uses_version: bool = False,
-                 generated: bool = False, of_model: bool = False,
-                 torch: str | None = None, colour: str = "#aab4be",
-                 shades: tuple[str, ...] = ("38;5;16;48;5;248",)) -> None:
-        self.name, self.counts, self.runs = name, counts, runs
-        self.needs, self.makes, self.memory, self.ends = needs, tuple(makes), memory, ends
-        self.seconds, self.recomputes, self.colour, self.shades = seconds, recomputes, colour, shades
-        _check_fields(self)
-        self.transfer, self.host_bytes, self.summed, self.in_turn = transfer, host_bytes, summed, in_turn
-        self.makes_version, self.chooses, self.uses_version = makes_version, chooses, uses_version
-        self.generated, self.of_model = generated, of_model
-        self.torch = torch if torch is not None else (
-            f"{text}: PyTorch has no such action" if generated else "transfers and sums: PyTorch adds its own")
-        self.per_microbatch = counts == MICROBATCH
-        self.sends = transfer is not None and transfer.sends
-        self.receives = transfer is not None and not transfer.sends
-        self.computes = seconds is not None and self.per_microbatch
-        made = {value for value, _ in makes}
-        self.returns = OUTPUT_GRADIENT in made and self.computes  # takes the gradient of the output, makes the input's
-        self.completes = GRADIENT in made  # completes the weight gradients of a microbatch
-        self.works = seconds is not None
-        self.takes_time = self.works or host_bytes is not None
-        self.long = self.computes and RECOMPUTED not in made  # enough to transfer something meanwhile
-        self.whole_backward, self.first_half = self.returns and self.completes, self.returns and not self.completes
-        self.second_half, self.recomputation = self.completes and not self.returns, RECOMPUTED in made
-        self.is_own = False  # vpipe's, not a package's
-        self.remembers = any(value in (SAVED, RECOMPUTED, OFFLOADED) for value in made)  # after the forward
-        self.told = (self.sends or self.completes or not self.per_microbatch  # others may wait for it
-                     or any(value.homes is not None and value not in (OUTPUT, OUTPUT_GRADIENT) for value in made))
-        self.touches_versions = uses_version or makes_version or chooses or self.returns or self.completes
+    made: frozenset[Value] = _follows(lambda row: frozenset(value for value, _ in row.makes))
+    is_own: bool = _follows(lambda row: ":" not in row.runs)  # vpipe's, not a package's
+    per_microbatch: bool = _follows(lambda row: row.counts == MICROBATCH)
+    sends: bool = _follows(lambda row: row.transfer is not None and row.transfer.sends)
+    receives: bool = _follows(lambda row: row.transfer is not None and not row.transfer.sends)
+    works: bool = _follows(lambda row: row.seconds is not None)
+    takes_time: bool = _follows(lambda row: row.works or row.host_bytes is not None)
+    computes: bool = _follows(lambda row: row.works and row.per_microbatch)
+    recomputation: bool = _follows(lambda row: RECOMPUTED in row.made)
+    # It takes long enough to transfer something meanwhile.
+    long: bool = _follows(lambda row: row.computes and not row.recomputation)
+    # A forward uses the weight version of its stage, which is held until the gradient has been made.
+    uses_version: bool = _follows(lambda row: OUTPUT in row.made)
+    # A backward makes the gradient of its input; what was dropped and not recomputed before, it recomputes.
+    returns: bool = _follows(lambda row: OUTPUT_GRADIENT in row.made and row.computes)
+    completes: bool = _follows(lambda row: GRADIENT in row.made)  # the weight gradients of a microbatch
+    whole_backward: bool = _follows(lambda row: row.returns and row.completes)
+    first_half: bool = _follows(lambda row: row.returns and not row.completes)
+    second_half: bool = _follows(lambda row: row.completes and not row.returns)
+    makes_version: bool = _follows(lambda row: UPDATED in row.made)
+    # It sets the version that the next forwards use to its index.
+    chooses: bool = _follows(lambda row: row.counts == VERSION and row.transfer is None)
+    touches_versions: bool = _follows(
+        lambda row: row.uses_version or row.makes_version or row.chooses or row.returns or row.completes)
+    # It makes something for the microbatch after its forward.
+    remembers: bool = _follows(lambda row: not row.made.isdisjoint((SAVED, RECOMPUTED, OFFLOADED)))
+    # Actions of other ranks may wait for it.
+    told: bool = _follows(lambda row: row.sends or row.completes or not row.per_microbatch or any(
+        value.homes is not None and value not in (OUTPUT, OUTPUT_GRADIENT) for value in row.made))
+
+    def __new__(cls, text: str, *_: object, **__: object) -> Kind:
+        return str.__new__(cls, text)
+
+    def __post_init__(self, text: str) -> None:
+        for name, is_right, hint in (
+                ("counts", self.counts in (MICROBATCH, UPDATE, VERSION), "MICROBATCH, UPDATE or VERSION"),
+                ("needs", callable(self.needs), "a function of the setting, a stage, an index and a rank"),
+                ("makes", all(isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], Value)
+                              for each in self.makes), "[(VALUE, 0)]: values with the stage less that of the action"),
+                ("memory", isinstance(self.memory, Memory | None), "Memory(takes=(), leaves=(), frees=())"),
+                ("seconds", self.seconds is None or callable(self.seconds), "a function of the stage's costs"),
+                ("colour", re.fullmatch(r"#[0-9a-fA-F]{6}", str(self.colour)), "#rrggbb")):
+            if not is_right:
+                raise UserError(f"{name} of the kind '{self}' is {getattr(self, name)!r}", hint=f"give {hint}")
+        if self.torch is None:
+            object.__setattr__(self, "torch", f"{text}: PyTorch has no such action" if self.generated else
+                               "transfers and sums: PyTorch adds its own")
+        for each in fields(self):
+            if "of" in each.metadata:
+                object.__setattr__(self, each.name, each.metadata["of"](self))
 
     def __reduce__(self) -> tuple[Callable[[str], Kind], tuple[str]]:
         return named, (str(self),)
-
-    @property
-    def meaning(self) -> str:
-        """Return what two ranks must have in common to mean the same by it."""
-        row = [text for name, field in sorted(vars(self).items()) for text in (name, *_texts(field))]
-        return f"{self} ({self.name}, of each {self.counts}, {self.runs}, {zlib.crc32(' '.join(row).encode()):08x})"
 
     @property
     def published(self) -> Sequence[tuple[Value, int]]:
@@ -237,40 +264,6 @@ class Kind(str):
         """Return the kind at the other end of a transfer."""
         assert self.transfer is not None, "it is one end of a transfer"
         return _KINDS[self.transfer.other]
-
-
-def _check_fields(kind: Kind) -> None:
-    """Refuse a row with a field that is none."""
-    for field, is_right, hint in (
-            ("counts", kind.counts in (MICROBATCH, UPDATE, VERSION), "MICROBATCH, UPDATE or VERSION"),
-            ("needs", callable(kind.needs), "a function of the setting, a stage, an index and a rank"),
-            ("makes", all(isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], Value)
-                          for each in kind.makes), "[(VALUE, 0)]: values with the stage less that of the action"),
-            ("memory", isinstance(kind.memory, Memory | None), "Memory(takes=(), leaves=(), frees=())"),
-            ("seconds", kind.seconds is None or callable(kind.seconds), "a function of the stage's costs"),
-            ("colour", re.fullmatch(r"#[0-9a-fA-F]{6}", str(kind.colour)), "#rrggbb")):
-        if not is_right:
-            raise UserError(f"{field} of the kind '{kind}' is {getattr(kind, field)!r}", hint=f"give {hint}")
-
-
-def _texts(field: object) -> Iterator[str]:
-    """Yield what of a row's field is the same in every process: no address, no path."""
-    if isinstance(field, Value):
-        yield field.name
-    elif isinstance(field, tuple | list):
-        for part in field:
-            yield from _texts(part)
-    elif isinstance(field, Memory | TransferEnd):
-        yield from _texts(tuple(vars(field).values()))
-    elif isinstance(field, CodeType):
-        yield f"{field.co_code.hex()} {field.co_names}"
-        yield from _texts(field.co_consts)
-    elif callable(field):
-        yield from _texts(getattr(field, "__code__", type(field).__name__))
-        cells = tuple(cell.cell_contents for cell in getattr(field, "__closure__", None) or ())
-        yield from _texts((*cells, *(getattr(field, "__defaults__", None) or ())))
-    elif isinstance(field, str | int | float | Fraction | None):
-        yield repr(field)
 
 
 # -- expressions that several rows share ---------------------------------------------------------------
@@ -342,19 +335,19 @@ class Op:
     """The kinds of vpipe itself, by name."""
 
     FORWARD = Kind(
-        "F", "forward", MICROBATCH, "forward", generated=True, uses_version=True, torch="",
+        "F", "forward", MICROBATCH, "forward", generated=True, torch="",
         needs=_forward_needs, makes=((OUTPUT, 0), (SAVED, 0), (CARRIED, 0)), memory=Memory(takes=(SAVED,)),
         seconds=lambda cost: cost.forward_s,
         colour="#6ea8fe",
         shades=("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"))
     BACKWARD = Kind(
-        "B", "backward", MICROBATCH, "backward", generated=True, recomputes=True, torch="", needs=_backward_needs,
+        "B", "backward", MICROBATCH, "backward", generated=True, torch="", needs=_backward_needs,
         makes=((OUTPUT_GRADIENT, -1), (CARRIED_GRADIENT, 0), (GRADIENT, 0), (PART, 0)),
         memory=Memory(frees=(SAVED, RECOMPUTED)),
         seconds=lambda cost: cost.input_s + cost.weight_s, colour="#63c48d",
         shades=("38;5;255;48;5;28", "38;5;16;48;5;71", "38;5;16;48;5;114", "38;5;16;48;5;157"))
     INPUT = Kind(
-        "I", "input half of backward", MICROBATCH, "_backward_input", generated=True, recomputes=True, torch="",
+        "I", "input half of backward", MICROBATCH, "_backward_input", generated=True, torch="",
         needs=_backward_needs, makes=((OUTPUT_GRADIENT, -1), (CARRIED_GRADIENT, 0), (HALF, 0)),
         memory=Memory(frees=(SAVED, RECOMPUTED), leaves=(HALF,)), seconds=lambda cost: cost.input_s, colour="#4fc4c4",
         shades=("38;5;255;48;5;30", "38;5;16;48;5;73", "38;5;16;48;5;116", "38;5;16;48;5;152"))
@@ -380,12 +373,12 @@ class Op:
         needs=lambda at, s, i, rank: [(OFFLOADED, s, i)], makes=((SAVED, 0),), memory=Memory(takes=(SAVED,)),
         host_bytes=_forward_bytes)
     STEP = Kind(
-        "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
+        "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True,
         torch="STEP: step the optimizer after schedule.step()",
         needs=lambda at, s, i, rank: [*_sums(at, s, i, rank), *_norms(at, s, i, rank), *_paced(at, s, i)],
         makes=((UPDATED, 0), (STEPPED, 0), (PACE, 0)), ends=_gradients_of, seconds=lambda cost: cost.step_s,
         colour="#d6336c", shades=("1;38;5;255;48;5;160",))
-    USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use", generated=True, chooses=True,
+    USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use", generated=True,
                torch="USE: with a flush there is one version of the weights")
     REDUCE = Kind(
         "REDUCE_GRAD", "sum of gradients over replicas", UPDATE, "_reduce", summed=True,
@@ -428,10 +421,9 @@ class Op:
                                     lambda at, s, i, rank: at.lenders(s, rank), borrowed=True))
     SEND_G = Kind("SEND_TIED_G", "send gradients of tied weights", UPDATE, "tied.send_gradients", of_model=True,
                   needs=lambda at, s, i, rank: [(GRADIENT, *each) for each in at.lent_gradients(s, i, rank)],
-                  in_turn=lambda at, s, i, rank: [  # all ranks of the owner take them in one order
-                      (TIED_GRADIENT, s, i, before) for before in at.gradient_senders_before(s, i, rank)],
                   transfer=TransferEnd(TIED_GRADIENT, True, "RECV_TIED_G", 0, 0,
-                                    lambda at, s, i, rank: at.placement[s], borrowed=True))
+                                       lambda at, s, i, rank: at.placement[s], borrowed=True,
+                                       before=lambda at, s, i, rank: at.gradient_senders_before(s, i, rank)))
     RECV_G = Kind("RECV_TIED_G", "get ready for gradients of tied weights", UPDATE, "tied.post_gradients",
                   of_model=True, transfer=TransferEnd(TIED_GRADIENT, False, "SEND_TIED_G", 0, 0,
                                                    lambda at, s, i, rank: at.gradient_senders(s, i)))
@@ -443,7 +435,6 @@ PLUGINS = PluginGroup("vpipe.actions", "kind of action")
 _OWN = tuple(kind for kind in vars(Op).values() if isinstance(kind, Kind))
 _KINDS: dict[str, Kind] = {str(kind): kind for kind in _OWN}
 for _kind in _OWN:
-    _kind.is_own = True
     if _kind.transfer is not None and _kind.sends:
         _kind.transfer.value.carrier = _kind
 
@@ -461,7 +452,7 @@ def register_kind(kind: Kind) -> Kind:
     if not kind.isidentifier() or any(character.isdigit() for character in kind):
         raise UserError(f"an action cannot be called {str(kind)!r}", hint="use letters and _, such as AVERAGE")
     known = _KINDS.get(kind)
-    if known is not None and known.meaning != kind.meaning:
+    if known is not None and (known.name, known.counts, known.runs) != (kind.name, kind.counts, kind.runs):
         raise UserError(f"there is already a kind of action called '{kind}': {known.name}, run by {known.runs}",
                         hint="choose another name")
     if kind.transfer is not None and kind.sends:

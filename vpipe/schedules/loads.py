@@ -141,7 +141,7 @@ def moments(program: Iterable[Action], size: Size, frozen: int = 0, versions: It
             changes |= {(value, stage, index): 1 for value in memory.takes + memory.leaves}
             changes |= {(value, stage, index): 0 for value in memory.frees}
         again = RECOMPUTED, stage, index
-        if op.recomputes and again not in held and (more := size(*again)):
+        if op.returns and again not in held and (more := size(*again)):
             held[again] = 1
             total += more
             yield Moment(position, True, held, total)

@@ -12,7 +12,6 @@ from vpipe.schedules.assignment import Assignment, passes
 from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
-from vpipe.schedules.graph import exchanged_at_updates
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -189,14 +188,13 @@ def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]
     Args:
         ties: borrowing stages by owning stage, of weights that are trained; None where they are as they were.
     """
-    exchanged, kept = exchanged_at_updates(lowered.kinds), dict(lowered.ties)
+    at, kept = lowered.setting, dict(lowered.ties)
     kept = kept if ties is None else {owner: tuple(borrowers) for owner, borrowers in ties.items()}
-    if exchanged["sharded"] or not all(kind.is_own for kind in lowered.kinds):
+    if at.sharded or not all(kind.is_own for kind in lowered.kinds):
         frozen = 0
     if not frozen and kept == lowered.ties:
         return lowered
-    schedule = lower(replace(freeze(lowered.compute_only(), frozen), ties=kept), exchanged["normed"],
-                     exchanged["sharded"], exchanged["zero1"])
+    schedule = lower(replace(freeze(lowered.compute_only(), frozen), ties=kept), at.normed, at.sharded, at.zero1)
     check(schedule)
     return schedule
 

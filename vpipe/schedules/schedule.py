@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import zlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +14,9 @@ from typing import ClassVar
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
-from vpipe.schedules.kinds import HALF, SAVED
+from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, SAVED, Value
 from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations
+from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import (
     MOST_ACTIONS,
     MOST_MICROBATCHES,
@@ -23,7 +26,7 @@ from vpipe.schedules.size import (
     check_work,
     default_warmup,
 )
-from vpipe.schedules.versions import versions_used
+from vpipe.schedules.versions import VersionRegister
 
 Spot = tuple[int, int]
 """The place of an action: (rank, position in its program). The position after the last action is the end."""
@@ -88,6 +91,14 @@ class Schedule:
         return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches,
                           self.frozen, self.slices)
 
+    @cached_property
+    def setting(self) -> Setting:
+        """What the rows of :mod:`vpipe.schedules.kinds` ask about the pipeline."""
+        there = frozenset[Value]().union(*(kind.made for kind in self.kinds))
+        return Setting(self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
+                       is_lowered=self.is_lowered, normed=NORMS in there, sharded=GATHERED in there,
+                       zero1=EXCHANGED in there)
+
     @property
     def steps_begun(self) -> int:
         """Return how many steps beyond the last finished one any rank of a stream may have begun.
@@ -138,11 +149,25 @@ class Schedule:
         return tuple(StagePeaks.of([self.programs[rank] for rank in ranks], stage, self.frozen)
                      for stage, ranks in enumerate(self.placement))
 
-    @property
+    @cached_property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
         """By stage and microbatch, the weight version that the forward uses."""
-        return {(stage, microbatch): version for stage, ranks in enumerate(self.placement) for rank in ranks
-                for microbatch, version in versions_used(stage, self.programs[rank])}
+        found: dict[tuple[int, int], int] = {}
+        for program in self.programs:
+            registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
+            for action in program:
+                if action.op.uses_version:
+                    found[action.stage, action.index] = registers[action.stage].in_use
+                elif action.op.touches_versions:
+                    registers[action.stage].follow(action)
+        return found
+
+    def meaning(self, kind: Kind) -> str:
+        """Return what ranks must have in common to mean the same by a kind: its row, and what its actions here need."""
+        needs = [(rank, action, *kind.needs(self.setting, action.stage, action.index, rank))
+                 for rank, program in enumerate(self.programs) for action in program if action.op == kind]
+        row = zlib.crc32(repr((kind.makes, kind.memory, needs)).encode())
+        return f"{kind} ({kind.name}, of each {kind.counts}, {kind.runs}, {row:08x})"
 
     @property
     def recomputed_stages(self) -> set[int]:

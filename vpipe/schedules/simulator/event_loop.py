@@ -134,7 +134,7 @@ def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | Non
     for program in schedule.programs:
         recomputed = recomputations(program)
         for op, stage, index in program:
-            yield None if not op.takes_time else ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
+            yield None if not op.takes_time else ticks(op, stage, op.returns and (stage, index) not in recomputed)
 
 
 def _seconds(kind: Kind, stage: int, costs: Costs) -> Number:
