@@ -1,7 +1,8 @@
-"""Read files that users hand in, of at most so many bytes, without waiting for a writer; and replace files."""
+"""Read files that users hand in, of at most so many bytes, without waiting for a writer; replace files; hash them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -70,6 +71,20 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+PIECE_BYTES = 4 << 20
+"""Bytes of a file that are hashed at a time, while other threads of the process can work."""
+
+
+def sha256_of(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """Return the SHA-256 of a file's content; ``advance`` is called after each piece with its bytes. Raises OSError."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+            advance(count)
+    return digest.hexdigest()
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int, what: str, hint: str) -> Any:

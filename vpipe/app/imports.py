@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
+from vpipe import files
 from vpipe.errors import UserError
 
 IMPORTS = "VPIPE_IMPORT"
@@ -40,7 +40,7 @@ def imported_files() -> list[str]:
 
 def file_digests(paths: Iterable[str]) -> dict[str, str]:
     """Return a hash of the content of each file, to compare those of several hosts."""
-    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths}
+    return {path: files.sha256_of(Path(path)) for path in paths}
 
 
 def _import_file(path: Path) -> None:

@@ -22,10 +22,10 @@ from vpipe.checkpoint.manifest import (
     average_of,
     factor_of,
     last_change_of,
-    sha256_of,
     view_of,
 )
 from vpipe.errors import UserError, counted
+from vpipe.files import sha256_of
 
 if TYPE_CHECKING:
     import torch

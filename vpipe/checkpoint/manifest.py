@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.files import count_of, parse_json, read_bounded, read_record, replace_text, text_of
+from vpipe.files import count_of, parse_json, read_bounded, read_record, replace_text, sha256_of, text_of
 from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
@@ -39,19 +39,6 @@ WEIGHTS = "model."
 
 SHOWN = 3
 """Differences between two models that a message names; the others are counted."""
-
-CHUNK_BYTES = 4 << 20
-"""Bytes of a file that are hashed at a time, while other threads of the process can work."""
-
-
-def sha256_of(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    """Return the SHA-256 of a file's content; ``advance`` is called after each piece with its bytes. Raises OSError."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
-            advance(count)
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

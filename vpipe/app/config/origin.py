@@ -9,7 +9,6 @@ from typing import Any
 
 from vpipe import files
 from vpipe.app.config.yaml_tree import Tree
-from vpipe.app.data.cache import sha256_of
 from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
 from vpipe.schedules import CsvFile
@@ -43,7 +42,7 @@ def kept_file(name: str, manifest: Manifest, checkpoint: Path, *places: Path | N
     digest, run = manifest.arrangement.get(KEPT_BY_RUN, {}).get(name), Path(manifest.arrangement.get(RUN) or ".")
     folders = [*filter(None, places), checkpoint.absolute().parent.parent, run, checkpoint]
     copies = (folder / name if folder.is_dir() else folder for folder in folders if digest is not None)
-    return next((copy for copy in copies if copy.is_file() and sha256_of(copy) == digest), None)
+    return next((copy for copy in copies if copy.is_file() and files.sha256_of(copy) == digest), None)
 
 
 def find_files(tree: Tree, run: Path) -> None:

@@ -31,8 +31,9 @@ _SMALL_BYTES = 1 << 20  # files up to here are hashed whenever a folder is opene
 
 def write_manifest(folder: Path, **facts: Any) -> None:
     """Write the manifest of a finished folder: ``facts``, the Python version, every file's size and SHA-256."""
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
-    manifest = {**facts, "python": platform.python_version(), "files": files}
+    content = {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256_of(path)}
+               for path in sorted(folder.iterdir())}
+    manifest = {**facts, "python": platform.python_version(), "files": content}
     (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=2) + "\n")
 
 
@@ -60,19 +61,13 @@ def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if size <= _SMALL_BYTES and sha256_of(path) != digest:
+        if size <= _SMALL_BYTES and files.sha256_of(path) != digest:
             return f"{name} was changed (its SHA-256 differs)"
     return None
 
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class CachedFolder(NamedTuple):

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from vpipe import Pipeline, files
 from vpipe.app.config.origin import KEPT, KEPT_BY_RUN, RUN
-from vpipe.app.data.cache import sha256_of
 from vpipe.app.errors import LastingError
 from vpipe.app.families.lora import base_names, is_adapter
 from vpipe.app.train.job import Job, device_of
@@ -104,7 +103,7 @@ class Checkpointing(AbstractContextManager["Checkpointing"]):
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
         self._data = job.fingerprint() if run.pipe.rank == 0 else ""
-        self._kept = {name: sha256_of(run.folder / name) for name in KEPT if (run.folder / name).is_file()}
+        self._kept = {name: files.sha256_of(run.folder / name) for name in KEPT if (run.folder / name).is_file()}
         self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
         if config.saving.every_steps is None and config.saving.every_minutes is not None:
             self._ask_at = max(2, job.schedule.steps_begun)
