@@ -24,6 +24,9 @@ from vpipe.errors import RunError, UserError
 
 _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
 
+FAILURES = OSError, MemoryError, RuntimeError
+"""What a disk, or too little memory, raises; all else is a mistake of ours."""
+
 
 def save_checkpoint(folder: Path, about: Manifest, tensors: Mapping[str, Tensor],
                     exchange: Exchange | None = None,
@@ -60,33 +63,63 @@ def save_checkpoint(folder: Path, about: Manifest, tensors: Mapping[str, Tensor]
             return f"cannot write to '{folder.parent}': {error_text(error)}"
         return ""
 
-    def decide(votes: list[str]) -> str:
-        results = list(map(WriteResult.from_json, votes))
-        errors = write_errors(results)
-        if not errors:
-            try:
-                write_manifest(about, results, partial)
-                with undisturbed or nullcontext():
-                    replace_folder(partial, folder)
-            except Exception as error:
-                errors = [error_text(error)]
-        if errors:
-            shutil.rmtree(partial, ignore_errors=True)
-        return ", ".join(errors)
-
     if found := exchange.agree("", begin):
         raise UserError(f"nothing was saved: {found}", hint="give a folder that does not exist yet, or move that away")
+
+    def replace_old() -> None:
+        with undisturbed or nullcontext():
+            replace_folder(partial, folder)
+
+    _, failed = write_together(partial, about, lambda: HostBuffer().copy(tensors), exchange, replace_old)
+    if failed:
+        raise RunError(f"could not save a checkpoint to '{folder}': {failed}",
+                       hint="what was there before is still there; make room, or give another folder")
+
+
+def write_together(partial: Path, about: Manifest, tensors: Callable[[], Mapping[str, Tensor]], exchange: Exchange,
+                   place: Callable[[], None]) -> tuple[int, str]:
+    """Write the tensors of all ranks and the manifest into ``partial``, and let rank 0 put the folder in its place.
+
+    All ranks call it. Where one of them fails, what was written is removed on all.
+
+    Args:
+        tensors: returns those of this rank, in host memory.
+        place: called on rank 0, once the folder is complete.
+
+    Returns:
+        The bytes of all files, and the errors of all ranks.
+    """
+    own: list[Exception] = []
+
+    def decide(votes: list[str]) -> str:
+        size, results = 0, list(map(WriteResult.from_json, votes))
+        errors = [f"{result.error} (rank {rank})" for rank, result in enumerate(results) if result.error]
+        if not errors:
+            try:
+                size = write_manifest(about, results, partial).bytes
+                place()
+            except Exception as error:
+                own.append(error)
+                errors = [f"{error_text(error)} (rank {exchange.rank})"]
+        if errors:
+            shutil.rmtree(partial, ignore_errors=True)
+        return json.dumps([0 if errors else size, ", ".join(errors)])
+
     try:
-        result = write_shards(partial, exchange.rank, HostBuffer().copy(tensors))
+        result = write_shards(partial, exchange.rank, tensors())
     except Exception as error:  # whatever it is, the others wait for this rank's vote
+        own.append(error)
         result = WriteResult(error=error_text(error))
-    if failed := exchange.agree(result.as_json(), decide):
+    size, errors = json.loads(exchange.agree(result.as_json(), decide, "saving a checkpoint"))
+    if errors:
         with suppress(OSError):  # on a host that does not see rank 0's folder, which is why
             for name in result.files:
                 (partial / name).unlink(missing_ok=True)
             partial.rmdir()
-        raise RunError(f"could not save a checkpoint to '{folder}': {failed}",
-                       hint="what was there before is still there; make room, or give another folder")
+    for mistake in own:
+        if not isinstance(mistake, FAILURES):
+            raise mistake
+    return size, errors
 
 
 @dataclass(frozen=True)
@@ -139,7 +172,7 @@ class Saver:
         filled.
         """
         def allocate(own: Sequence[int]) -> None:
-            with suppress(OSError, MemoryError, RuntimeError):  # too little memory: the save reports it
+            with suppress(*FAILURES):  # too little memory: the save reports it
                 self._buffer.reserve(own, pinned)
 
         self.wait()
@@ -161,9 +194,9 @@ class Saver:
         check_dtypes(tensors)
         self.wait()
         try:
-            copies: Mapping[str, Tensor] | Exception = self._buffer.copy(tensors)
-        except (OSError, MemoryError, RuntimeError) as error:
-            copies = error  # too little memory on the host: given up as if the disk were full
+            copies: Mapping[str, Tensor] | OSError = self._buffer.copy(tensors)
+        except FAILURES as error:
+            copies = OSError(error_text(error))  # too little memory on the host: given up as if the disk were full
         self._start(self._save, about, copies, began, perf_counter() - began)
 
     def wait(self) -> None:
@@ -189,54 +222,23 @@ class Saver:
         self._thread = Thread(target=work, args=arguments, name="vpipe-saver", daemon=True)
         self._thread.start()
 
-    def _save(self, about: Manifest, copies: Mapping[str, Tensor] | Exception, began: float,
-              pause_s: float) -> None:
+    def _save(self, about: Manifest, copies: Mapping[str, Tensor] | OSError, began: float, pause_s: float) -> None:
+        step, size, errors = about.step, 0, "a rank is gone"
         try:
-            verdict = json.loads(self._exchange.agree(
-                self._write(about.step, copies).as_json(),
-                lambda votes: self._decide(about, list(map(WriteResult.from_json, votes))), "saving a checkpoint"))
-        except RunError as error:
-            error.what += f"; step {about.step} could not be saved"
+            size, errors = write_together(self._folder.partial(step), about, lambda: finite(copies), self._exchange,
+                                          lambda: self._place(step))
+            if errors and self._exchange.rank == 0:
+                self._warnings.append(f"could not save step {step}: {errors}; training goes on, {self._rest()}")
+        except Exception as error:  # that of a rank which is gone, or a mistake of ours
+            if isinstance(error, RunError):
+                error.what += f"; step {step} could not be saved"
             self._failure = error
-            verdict = {"error": "a rank is gone", "bytes": 0}
-        except Exception as error:
-            verdict = {"error": self._error(error), "bytes": 0}
-        self.results.append(SaveResult(about.step, pause_s, perf_counter() - began, verdict["bytes"], verdict["error"]))
+        self.results.append(SaveResult(step, pause_s, perf_counter() - began, size, errors or None))
 
-    def _write(self, step: int, copies: Mapping[str, Tensor] | Exception) -> WriteResult:
-        if isinstance(copies, Exception):
-            return WriteResult(error=error_text(copies))
-        try:
-            if found := find_not_finite(copies):
-                return WriteResult(error=found)
-            return write_shards(self._folder.partial(step), self._exchange.rank, copies)
-        except Exception as error:
-            return WriteResult(error=self._error(error))
-
-    def _decide(self, about: Manifest, results: Sequence[WriteResult]) -> str:
-        """Put the checkpoint in its place on rank 0, or give it up; return the verdict, whatever the disk does."""
-        step, size, errors = about.step, 0, write_errors(results)
-        if not errors:
-            try:
-                size = write_manifest(about, results, self._folder.partial(step)).bytes
-                self._first()
-                self._folder.commit(step)
-            except Exception as error:
-                errors = [f"{self._error(error)} (rank {self._exchange.rank})"]
-        if errors:
-            self._folder.abort(step)
-            try:
-                newest = self._folder.newest()
-                rest = "there is no checkpoint yet" if newest is None else (
-                    f"the latest checkpoint is step {Checkpoints.step_of(newest)}")
-            except OSError as error:
-                rest = f"and the folder of checkpoints cannot be read: {error_text(error)}"
-            self._warnings.append(f"could not save step {step}: {', '.join(errors)}; training goes on, {rest}")
-        else:
-            self._tidy(step)
-        return json.dumps({"error": ", ".join(errors) or None, "bytes": size})
-
-    def _tidy(self, step: int) -> None:
+    def _place(self, step: int) -> None:
+        """Give the checkpoint its name, and remove what it makes superfluous."""
+        self._first()
+        self._folder.commit(step)
         for what, task in (("write the file 'latest'", self._folder.update_latest), (  # even if that failed
                 "remove older checkpoints", lambda: self._folder.prune(self._keep, self.spare))):
             try:
@@ -244,11 +246,13 @@ class Saver:
             except OSError as error:
                 self._warnings.append(f"saved step {step}, but could not {what}: {error_text(error)}")
 
-    def _error(self, error: Exception) -> str:
-        """Return the text of an error; :meth:`wait` raises one that no file or memory caused: a mistake of ours."""
-        if not isinstance(error, (OSError, MemoryError)):
-            self._failure = error
-        return error_text(error)
+    def _rest(self) -> str:
+        try:
+            newest = self._folder.newest()
+        except OSError as error:
+            return f"and the folder of checkpoints cannot be read: {error_text(error)}"
+        return "there is no checkpoint yet" if newest is None else (
+            f"the latest checkpoint is step {Checkpoints.step_of(newest)}")
 
 
 def write_manifest(about: Manifest, results: Sequence[WriteResult], folder: Path) -> Manifest:
@@ -268,16 +272,14 @@ def write_manifest(about: Manifest, results: Sequence[WriteResult], folder: Path
     return manifest
 
 
-def write_errors(results: Sequence[WriteResult]) -> list[str]:
-    """Return the errors of the ranks, each with its rank."""
-    return [f"{result.error} (rank {rank})" for rank, result in enumerate(results) if result.error]
+def finite(tensors: Mapping[str, Tensor] | OSError) -> Mapping[str, Tensor]:
+    """Return tensors from which training can go on. Raises OSError for others, or the one that stands for them.
 
-
-def find_not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return what is wrong with the first weight with a NaN, or that is trained and has an infinity; or nothing.
-
-    A buffer may hold infinities, such as a mask.
+    Of the weights none may be a NaN, and none that is trained an infinity. A buffer may hold infinities, such as a
+    mask.
     """
+    if isinstance(tensors, OSError):
+        raise tensors
     stepped = {name.removeprefix("optim.").rpartition(".")[0] for name in tensors if name.startswith("optim.")}
     for name, tensor in tensors.items():
         if not name.startswith("model.") or not tensor.numel():
@@ -287,10 +289,10 @@ def find_not_finite(tensors: Mapping[str, Tensor]) -> str:
             continue
         least, most = torch.aminmax(values if values.dtype.itemsize > 1 else values.float())
         if least.isnan():
-            return f"'{name}' has values that are not numbers"
+            raise OSError(f"'{name}' has values that are not numbers")
         if name.removeprefix("model.") in stepped and (least.isinf() or most.isinf()):
-            return f"'{name}' has values that are infinite"
-    return ""
+            raise OSError(f"'{name}' has values that are infinite")
+    return tensors
 
 
 def error_text(error: Exception) -> str:
