@@ -32,9 +32,8 @@ LIBRARY, APPLICATION = "the library", "the application"
 """Tiers: library, testing, application, extras. See the first lines of their ``__init__.py``."""
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "retired": set(),
-    "errors": {"retired"},
-    "lazy": {"errors", "retired"},
+    "errors": set(),
+    "lazy": {"errors"},
     "arguments": {"errors"},
     "accelerator": {"errors"},
     "units": set(),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from surface import surface
 
-from vpipe.errors import UserError
-from vpipe.retired import RETIRED
+from vpipe.errors import RETIRED, UserError
 
 BEFORE = (Path(__file__).parent / "fixtures" / "surface_5332972d.txt").read_text().splitlines()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 from vpipe.errors import UserError
-from vpipe.retired import RETIRED
 
 
 def lazy(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
@@ -17,7 +16,7 @@ def lazy(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
     """
     def load(name: str) -> object:
         if name not in files:
-            if (remedy := RETIRED.get(f"{package}.{name}")) is not None:
+            if (remedy := UserError.retired.get(f"{package}.{name}")) is not None:
                 raise UserError(f"{package} has no '{name}' any more", hint=remedy)  # an AttributeError loses its text
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         return getattr(import_module(f"{package}.{files[name]}"), name)
