@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from vpipe import accelerator
 from vpipe.distributed import excepthook
@@ -44,6 +44,7 @@ from vpipe.distributed.rendezvous import (
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
+from vpipe.torch_private import default_store, world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -159,7 +160,7 @@ def exchange(channel: str = "", timeout_s: float | None = None, among: Sequence[
 
 def limit_groups(timeout_s: float) -> None:
     """Let collectives in all process groups of this process, such as those of layers, wait this long."""
-    for backend in [each._get_backend(device) for each in _world.pg_map for device in each._device_types]:
+    for backend in [each._get_backend(device) for each in world.pg_map for device in each._device_types]:
         if hasattr(backend, "_set_default_timeout"):
             backend._set_default_timeout(timedelta(seconds=timeout_s))
 
@@ -233,7 +234,7 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
         if _joined is not None:  # the program has destroyed that group, and made another
             _joined.rendezvous.leave()
         reserve_for_joining(rank, ranks)
-        store: Store = PrefixStore(f"vpipe {next(_groups_watched)}", _get_default_store())
+        store: Store = PrefixStore(f"vpipe {next(_groups_watched)}", default_store())
         hosts = hosts_of_group(store, rank, ranks, _host(), timeout_s)
         rendezvous = Rendezvous.in_store(rank, ranks, WatchdogTiming.from_timeout(timeout_s), store, None, hosts)
         _joined = _Joined(dist.group.WORLD, rendezvous, _exchange_devices(rendezvous, own))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # are public
 
 from vpipe.distributed.connection import Connection, HungUpError, connect, introduce
 from vpipe.distributed.environment import RankEnvironment

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe import accelerator
@@ -26,6 +24,7 @@ from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
+from vpipe.torch_private import TorchDispatchMode, flash_attention_on_cpu, tree_leaves
 
 
 @dataclass(frozen=True)
@@ -225,8 +224,7 @@ _attention_flops._get_raw = True  # type: ignore[attr-defined]
 
 
 def _flops(runner: LayerRunner, given: LayerInputs) -> int:
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
-    counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    counter = FlopCounterMode(display=False, custom_mapping={flash_attention_on_cpu: _attention_flops})
     # The counter watches modules for gradients, which it cannot where one is given a part of another's parameter.
     trained = [p for module in runner.stage.modules.values() for p in module.parameters() if p.requires_grad]
     with counter, _OfShards(), ExitStack() as after:  # type: ignore[no-untyped-call]

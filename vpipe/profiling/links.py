@@ -18,6 +18,7 @@ from vpipe.profiling.layer_timer import summary
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.transport.process_group import DistributedTransport, transport_class
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
+from vpipe.torch_private import foreach_copy_
 
 SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of the tensors that are exchanged."""
@@ -130,7 +131,7 @@ def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 def copied_bytes_per_s(device: torch.device) -> float:
     """Return the rate of copying weights into memory that is there already, as for a further version of them."""
     source, target = _weights(device), _weights(device)
-    return _BYTES / median(_seconds(lambda: torch._foreach_copy_(target, source), device))
+    return _BYTES / median(_seconds(lambda: foreach_copy_(target, source), device))
 
 
 def added_bytes_per_s(device: torch.device, dtype: torch.dtype = torch.float32) -> float:

@@ -22,6 +22,7 @@ from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.weight_grad_store import WeightGradStore
+from vpipe.torch_private import hooks_for_saved
 
 DropoutKey = tuple[int, int]
 """(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
@@ -214,13 +215,13 @@ class ActivationCounter(SavingHooks):
 
 def only_ours() -> bool:
     """Return whether the hooks for saved tensors in force, if any, are vpipe's."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = hooks_for_saved(True)
     return hooks is None or isinstance(hooks[0], SavingHooks)
 
 
 def saving_hooks() -> SavingHooks | None:
     """Return the hooks for saved tensors in force, if they are vpipe's."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = hooks_for_saved(True)
     return hooks[0] if hooks is not None and isinstance(hooks[0], SavingHooks) else None
 
 

@@ -28,6 +28,7 @@ from vpipe.runtime.optimizer_step import Companion
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.torch_private import foreach_add_, foreach_copy_, foreach_sub, foreach_sub_
 
 _GROUP = {"cpu": 1 << 18}
 """Numbers that are extrapolated at once, by device: on a processor what its cache holds."""
@@ -66,10 +67,10 @@ class Extrapolation(Companion):
             local(version[i]).data for i in self._positions]
         step()
         for after, earlier, last in _groups(self._masters(), before, list(map(local, self.values.values()))):
-            changes = torch._foreach_sub(after, earlier)
-            torch._foreach_sub_(last, changes)  # with all signs turned, which changes no number
-            torch._foreach_add_(after, last, alpha=-self.factor)
-            torch._foreach_copy_(last, changes)
+            changes = foreach_sub(after, earlier)
+            foreach_sub_(last, changes)  # with all signs turned, which changes no number
+            foreach_add_(after, last, alpha=-self.factor)
+            foreach_copy_(last, changes)
 
     def view(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {**state, **{name: torch.sub(state[name], change, alpha=self.factor)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from vpipe.errors import UserError
 from vpipe.runtime.reducer import by_size
@@ -131,7 +130,7 @@ def check_divided(stage: Stage) -> None:
         raise UserError(f"stage {stage.spec.index} shares weights with another, and both are divided by fully_shard",
                         hint="place the layers that share a weight in one stage, or do not tie them")
     for number, layer in stage.modules.items():
-        if any(isinstance(part, _NormBase) and part.track_running_stats for part in layer.modules()):
+        if any(getattr(part, "track_running_stats", False) for part in layer.modules()):
             raise UserError(f"layer '{stage.layer_names[number]}' keeps running statistics, which lanes with batches "
                             "of their own would keep apart", hint="use layer or group norm, or replicas of the stage")
 

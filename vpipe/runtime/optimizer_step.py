@@ -26,6 +26,7 @@ from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.size import Placement
+from vpipe.torch_private import foreach_mul_
 
 _Together = tuple[int, int]
 """A stage and an update whose norms are exchanged; -1 for all stages together."""
@@ -394,7 +395,7 @@ class OptimizerSteps:
         if gradients:
             factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
             # Filled in there: a device would be waited for with a copy of the host's.
-            torch._foreach_mul_(gradients, factor.new_full((), factor.item(), device=gradients[0].device))
+            foreach_mul_(gradients, factor.new_full((), factor.item(), device=gradients[0].device))
 
     def _rate(self, stage: int, step: int) -> float:
         """Return the learning rate of a step at a stage, relative to the optimizer's own."""

@@ -27,6 +27,7 @@ from vpipe.runtime.sharded_tensors import is_sharded, local, wrapped
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
+from vpipe.torch_private import foreach_copy_
 
 BUCKET_BYTES = 4 << 20
 """Size of a bucket: far more than a message's fixed cost is worth (gloo: 70 us, in which 0.2 MB are sent), but small
@@ -69,13 +70,13 @@ class _Bucket:
     def weights(self, update: int, leaves: Sequence[Tensor]) -> Tensor:
         """Return the weights that this replica has made, in the memory of its sum."""
         flat = self.sum(update)[:sum(self._sizes)]
-        torch._foreach_copy_(list(torch.split(flat, self._sizes)), [leaves[i].data.reshape(-1) for i in self.members])
+        foreach_copy_(list(torch.split(flat, self._sizes)), [leaves[i].data.reshape(-1) for i in self.members])
         return flat
 
     def put_weights(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
         """Copy in the weights that the owner has made."""
         parts = [part.view(shape) for part, shape in zip(torch.split(flat, self._sizes), self._shapes, strict=True)]
-        torch._foreach_copy_([leaves[i].data for i in self.members], parts)
+        foreach_copy_([leaves[i].data for i in self.members], parts)
 
     def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str]) -> None:
         """Copy this replica's gradients in."""

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from vpipe.errors import UserError
+from vpipe.torch_private import TorchDispatchMode, tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

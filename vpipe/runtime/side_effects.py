@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from vpipe.errors import UserError
 from vpipe.runtime.sharded_tensors import local
@@ -208,7 +207,7 @@ def _is_copyable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 def _keeps_statistics(module: nn.Module) -> bool:
     """Return whether a forward of torch's own changes statistics of the module, which its backward does not read."""
-    return isinstance(module, _NormBase) and module.track_running_stats and type(module).__module__.startswith("torch.")
+    return getattr(module, "track_running_stats", False) and type(module).__module__.startswith("torch.")
 
 
 def _random_sources(modules: Iterable[nn.Module]) -> Iterator[_RandomSource]:

@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from vpipe.runtime.activations import only_ours
 from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.weight_grad_store import WeightGradStore, is_trained
+from vpipe.torch_private import innermost_transform
 
 Function = Callable[..., Any]
 
@@ -127,7 +128,7 @@ def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, An
 def _hooked() -> bool:
     """Return whether hooks handle what operations save (a checkpoint expects the same to be saved in its backward), or
     operations are transformed (``torch.vmap``) or have tangents."""
-    return (not only_ours() or torch._C._functorch.peek_interpreter_stack() is not None
+    return (not only_ours() or innermost_transform() is not None
             or forward_ad._current_level >= 0)
 
 

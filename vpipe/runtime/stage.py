@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from vpipe.description.cut import StageSpec
@@ -40,6 +40,7 @@ from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.transport.transport import contiguous
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions, accumulate_gradient, kept_apart
+from vpipe.torch_private import GraphNodeOfPython, run_backward
 
 NOTHING = nullcontext()
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -503,9 +504,9 @@ class Stage(StageLayers):
                     for context in self._forward_contexts(span, record):
                         stack.enter_context(context)
                     # torch.autograd.backward, without its checks of each shape and dtype
-                    _engine_run_backward(tuple([graph.edges[name] for name in names]),
-                                         tuple([gradients[name] for name in names]), False, False, (),
-                                         allow_unreachable=True, accumulate_grad=True)
+                    run_backward(tuple([graph.edges[name] for name in names]),
+                                 tuple([gradients[name] for name in names]), False, False, (),
+                                 allow_unreachable=True, accumulate_grad=True)
             except VpipeError:
                 raise
             except Exception as error:
@@ -575,7 +576,7 @@ def _carried_on(span: Span, sliced: SequenceSlice) -> list[str]:
 def _edge_of(tensor: Tensor) -> GradientEdge:
     """Return the edge that made a tensor. A node of a custom Function needs torch's own, which keeps its graph."""
     node = tensor.grad_fn
-    return (get_gradient_edge(tensor) if node is None or isinstance(node, torch._C._FunctionBase)
+    return (get_gradient_edge(tensor) if node is None or isinstance(node, GraphNodeOfPython)
             else GradientEdge(node, tensor.output_nr))
 
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from vpipe import accelerator
 from vpipe.errors import Problem, UserError, VpipeError, counted
 from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.weight_versions import sample
+from vpipe.torch_private import hooks_after_steps, hooks_before_steps
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
 """Result of an optimizer factory: an optimizer, a list of them, or None where nothing is to be trained."""
@@ -384,7 +384,7 @@ def _mark_of(optimizer: Optimizer) -> Callable[[object], object]:
     """Return what marks a value that an optimizer's step may change: of a tensor the version, and unless torch's own
     operations alone change it, some values; NaN, which equals nothing, where these cannot be seen at once."""
     counts = is_of_torch(optimizer) and not ("step" in vars(optimizer) or optimizer._optimizer_step_pre_hooks or (
-        _global_optimizer_pre_hooks) or any(group.get("fused") for group in optimizer.param_groups))
+        hooks_before_steps) or any(group.get("fused") for group in optimizer.param_groups))
 
     def mark(value: object) -> object:
         if not isinstance(value, Tensor):
@@ -401,7 +401,7 @@ def _step(optimizer: Optimizer) -> None:
     step: Any = type(optimizer).step
     if ("step" in vars(optimizer) or getattr(step, "__code__", None) is not _WRAPPER  # a scheduler's, or a user's
             or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled):
+            or hooks_before_steps or hooks_after_steps or profiler._is_profiler_enabled):
         optimizer.step()
     else:
         step.__wrapped__(optimizer)

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.weight_versions import accumulate_gradient
+from vpipe.torch_private import current_backward, is_reached
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +113,10 @@ class WeightGradStore:
 
     def _in_whole_walk(self, parameter: nn.Parameter) -> bool:
         """Return whether the backward that runs, asked once, goes to all leaves, unlike one by tensors in a hook."""
-        if (walk := torch._C._current_graph_task_id()) != self._walk:
+        if (walk := current_backward()) != self._walk:
             self._walk = walk
             try:
-                self._whole = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                self._whole = is_reached(get_gradient_edge(parameter).node)
             except RuntimeError:  # the parameter is one of these tensors
                 self._whole = False
         return self._whole

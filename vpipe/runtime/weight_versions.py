@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from vpipe.errors import UserError
 from vpipe.runtime.sharded_tensors import completed, is_sharded, local, set_data, wrapped
+from vpipe.torch_private import TorchFunctionDisabled, foreach_copy_, foreach_mul_, tree_leaves
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor, by their handles: a table, or None."""
@@ -324,7 +324,7 @@ class WeightVersions:
     def scale_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients."""
         if present := [gradient for gradient in self.gradients if gradient is not None]:
-            torch._foreach_mul_(list(map(local, present)), factor)
+            foreach_mul_(list(map(local, present)), factor)
 
     def leaves(self) -> list[nn.Parameter]:
         """Return the latest version as autograd sees it, in the order of ``names``."""
@@ -398,7 +398,7 @@ class WeightVersions:
 
     def _round(self) -> None:
         if self._unrounded is not None and (own := self._stepped_here()):
-            torch._foreach_copy_([local(leaf).data for leaf, _ in own], [local(master).data for _, master in own])
+            foreach_copy_([local(leaf).data for leaf, _ in own], [local(master).data for _, master in own])
 
     @property
     def version_before(self) -> list[Tensor] | None:
@@ -428,7 +428,7 @@ class WeightVersions:
         fresh = self._free.pop() if self._free else [new_leaf(torch.empty_like(leaf), leaf) for leaf in latest]
         if latest and self._unrounded is None:
             memory = [leaf.data for leaf in fresh]
-            torch._foreach_copy_(list(map(local, memory)), list(map(local, latest)))
+            foreach_copy_(list(map(local, memory)), list(map(local, latest)))
             for master, data in zip(self.masters.values(), memory, strict=True):
                 set_data(master, data)
         self._add(self.latest + 1, fresh)
@@ -512,7 +512,7 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with TorchFunctionDisabled():
                 return func(*args, **(kwargs or {}))
         name = next((found._replaced_name for found in tree_leaves((args, kwargs))
                      if hasattr(found, "_replaced_name")), "a parameter")
