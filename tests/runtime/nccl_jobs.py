@@ -50,7 +50,6 @@ def communicators(*, run: str, **arguments: Any) -> list[tuple[str, int | None]]
         getattr(module, function)(**arguments)
         own = process_group._tensor_groups[dist.group.WORLD].groups
         names = {group: name for name, group in own.items()}
-        assert rules.communicators is not None
         return sorted(((names.get(group, "layers"), peer) for group, peer in rules.communicators), key=str)
 
 

@@ -145,7 +145,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     widths, microbatches = [len(ranks) for ranks in schedule.placement], len(batches) * description.microbatches
     precision = ReferencePrecision(description.precision.name, description.precision.loss_scale)
     # Where forwards run in threads the backwards are reversed, but gradients are kept apart and added in order.
-    turn = None if _in_order(schedule) or description.execution.threaded else _turn(schedule)
+    turn = None if description.execution.threaded else _turn(schedule)
     compression = Compression.described(description.transfers, len(partition), description.seed)
     compress = uncompressed if compression is None else CutCompression(model, partition, schedule.placement,
                                                                        compression)
@@ -177,11 +177,13 @@ def references(model: Model, description: Description, schedule: Schedule, batch
                       if math.isfinite(norm := trajectory.norm(updates)) and norm]
             yield Reference(f"{program}, one update at a time", trajectory, max(bounds, default=0.0), plain)
         return
-    ends = range(0, microbatches, schedule.microbatches) if CsvFile.is_path(name) else ()
-    known = None if _closed_form(name) else min(microbatches, schedule.microbatches)
+    in_file = CsvFile.is_path(name)
+    ends = range(0, microbatches, schedule.microbatches) if in_file else ()
+    closed = not in_file and RegisteredSchedule.named(name).version_of is not None
+    versions = version_rule(name, schedule.warmup) if closed else _versions_of_actions(schedule, microbatches)
     run = asynchronous_oracle(model, batches, recipe(trajectory), partition, schedule.update_every,
-                              {*ends, *drained_at}, _version_rule(name, schedule, microbatches), widths, start, known,
-                              turn)
+                              {*ends, *drained_at}, versions, widths, start,
+                              None if closed else min(microbatches, schedule.microbatches), turn)
     yield Reference(f"the sequential oracle{precision.description}", trajectory, 0.0, run)
 
 
@@ -215,40 +217,26 @@ def microbatches_of_step(schedule: Schedule) -> int:
     return schedule.update_every // schedule.slices * replicas
 
 
-def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
-    """Return the closed form of a schedule's versions; without one, or for a file, the versions in its actions."""
-    if _closed_form(name):
-        return version_rule(name, schedule.warmup)
+def _versions_of_actions(schedule: Schedule, microbatches: int) -> Versions:
     if schedule.stream:
-        schedule = build(name, schedule.placement, microbatches, schedule.update_every, warmup=schedule.warmup)
+        schedule = build(schedule.name, schedule.placement, microbatches, schedule.update_every,
+                         warmup=schedule.warmup)
     used = schedule.versions_used
     return lambda microbatch, stage, widths, every: used[stage, microbatch]
 
 
-def _closed_form(name: str) -> bool:
-    """Return whether a schedule is registered with a closed form of its versions."""
-    return not CsvFile.is_path(name) and RegisteredSchedule.named(name).version_of is not None
-
-
-def _in_order(schedule: Schedule) -> bool:
-    """Return whether every stage adds its gradients in the order of the microbatches, and of the slices of each from
-    its last, as plain PyTorch does."""
+def _turn(schedule: Schedule) -> Turn | None:
+    """Return the order in which a schedule completes the microbatches of every stage; None where that is the order of
+    plain PyTorch: that of the microbatches, of each from its last slice on."""
+    places, plain = dict[tuple[int, int], int](), True
     for program in schedule.programs:
         latest: dict[int, tuple[int, int]] = {}
-        for action in program:
+        for place, action in enumerate(program):
             if action.op.completes:
                 microbatch, part = schedule.assignment.microbatch_and_slice(action.index)
-                if (microbatch, -part) < latest.get(action.stage, (0, -schedule.slices)):
-                    return False
-                latest[action.stage] = microbatch, -part
-    return True
-
-
-def _turn(schedule: Schedule) -> Turn:
-    """Return the order in which the actions of a schedule complete the microbatches of a stage."""
-    places = {(action.stage, action.index): place for program in schedule.programs
-              for place, action in enumerate(program) if action.op.completes}
-    return lambda stage, microbatch, part: places[stage, microbatch * schedule.slices + part]
+                plain = plain and (microbatch, -part) >= latest.get(action.stage, (0, -schedule.slices))
+                latest[action.stage], places[action.stage, action.index] = (microbatch, -part), place
+    return None if plain else lambda stage, microbatch, part: places[stage, microbatch * schedule.slices + part]
 
 
 def _largest(ours: Tensor, theirs: Tensor) -> float:

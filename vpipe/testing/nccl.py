@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +44,7 @@ class Rules:
     eager: bool = False
     buffered: bool = False
     limit_s: float = 30.0
-    communicators: set[tuple[dist.ProcessGroup, int | None]] | None = None
+    communicators: set[tuple[dist.ProcessGroup, int | None]] = field(default_factory=set)
 
     @property
     def limit(self) -> timedelta:
@@ -176,8 +176,7 @@ class NcclRules(dist.ProcessGroup):
         if name in self.met:
             return
         self.met.add(name)
-        if rules.communicators is not None:
-            rules.communicators.add((self, name))
+        rules.communicators.add((self, name))
         if not rules.eager:
             nothing = torch.zeros(1)
             self._swap(greeting, dict.fromkeys(others, nothing), {rank: torch.zeros(1) for rank in others},

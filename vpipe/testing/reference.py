@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
@@ -123,40 +123,36 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
             run.states.append(InitialState(start.steps + update, start.microbatches + update * recipe.microbatches,
                                            tensors=tensors()))
         for m, fields in enumerate(parts):
-            if recipe.slices > 1:
-                with reference.replica(m):
-                    made = _run_slices(model, reference, fields, (recipe.seed, number, m), recipe)
-                    after: Mapping[str, Tensor] = {}  # what the next slice began with
-                    for piece in reversed(made):
-                        carried = [(piece.made[name], t.grad) for name, t in after.items() if t.grad is not None]
-                        with piece.told():  # as _CallInside says
-                            recipe.backward(piece.loss, (*leaves.values(), *piece.past.values()), whole, scale,
-                                            piece.weight, carried)
-                        sums.add(m, _pop_gradients(leaves), piece.number)
-                        after = piece.past
-                losses += [piece.loss.detach() for piece in made]
-                shares += [piece.weight for piece in made]
-                continue
+            key = recipe.seed, number, m
             with reference.replica(m):
-                loss = _forward(model, fields, lambda i, arguments: reference.layers[i](*arguments),
-                                (recipe.seed, number, m), partial(recipe.compress, number * recipe.microbatches + m, m),
-                                precision)
-                recipe.backward(loss, leaves.values(), whole, scale, weights[m])
-            losses.append(loss.detach())
-            sums.add(m, _pop_gradients(leaves))
+                made = _run_slices(model, reference, fields, key, recipe) if recipe.slices > 1 else [
+                    _Run(_forward(model, fields, lambda i, arguments: reference.layers[i](*arguments), key, partial(
+                        recipe.compress, number * recipe.microbatches + m, m), precision), weights[m])]
+                after: Mapping[str, Tensor] = {}  # what the next slice began with
+                for j, one in reversed([*enumerate(made)]):
+                    carried = [(one.made[name], t.grad) for name, t in after.items() if t.grad is not None]
+                    with one.told():  # as _CallInside says
+                        recipe.backward(one.loss, (*leaves.values(), *one.past.values()), whole, scale, one.weight,
+                                        carried)
+                    sums.add(m, {name: leaf.grad for name, leaf in leaves.items()}, j)
+                    after = one.past
+                    for leaf in leaves.values():
+                        leaf.grad = None
+            losses += [one.loss.detach() for one in made]
+            shares += [one.weight for one in made]
         if measured:
             run.roundings.append(sums.pop_roundings() / (1.0 if scale is None else scale.value))
-        result = recipe.apply(sums.pop(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
-                              scale)
-        if result.norm is not None:
-            run.gradient_norms.append(result.norm)
-        if result.skipped:
+        norm, skipped = recipe.apply(sums.pop(parameters), masters, optimizers, update,
+                                     recipe.factor(start.steps + update), scale)
+        if norm is not None:
+            run.gradient_norms.append(norm)
+        if skipped:
             run.skipped.add(start.steps + update)
         reference.copy_masters()
         with torch.no_grad():
             for name, copy in copies.items():
                 copy.copy_(parameters[reference.owners[name]])
-        run.end_step(losses, shares or weights, recipe.trajectory, whole)
+        run.end_step(losses, shares, recipe.trajectory, whole)
     run.state = reference.state()
     run.tensors = tensors()
     return run
@@ -259,21 +255,16 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
 def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int,
                     precision: ReferencePrecision = FP32) -> float:
     """Return the mean loss of a model with the given weights over all samples, or labels, in evaluation mode."""
-    modules = model.materialize(0)
-    precision.round(modules.values())
-    for i, layer in enumerate(model.layers):
-        prefix = model.layers[i].name + "."
-        own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        modules[layer.name].load_state_dict(own, strict=False)
-    modules.eval()
+    reference = ReferenceModel(model, 0, [len(model)], [1], precision)
+    reference.load({f"model.{name}": value for name, value in state.items()})
+    layers = [layer.eval() for layer in reference.layers]
     total, samples = 0.0, 0.0
     with torch.no_grad():
         for batch in batches:
             for fields in _microbatches(batch, microbatches):
-                size = _weigh(model, modules[model.layers[-1].name], fields, model.labels)
+                size = _weigh(model, layers[-1], fields, model.labels)
                 size = len(next(iter(fields.values()))) if size is None else size
-                loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
-                                precision=precision)
+                loss = _forward(model, fields, lambda i, inputs: layers[i](*inputs), (0, 0, 0), precision=precision)
                 total, samples = total + (float(loss) * size if size else 0.0), samples + size
     return total / (samples or 1)
 
@@ -293,22 +284,22 @@ class _CallInside(nn.Module):
 
 
 @dataclass
-class _SliceRun:
-    """The forward of a slice: its loss, how much that counts, the leaves that it began with, what it has carried on.
+class _Run:
+    """The forward of a microbatch, or of a slice of it: its loss, how much that counts; of a slice the leaves that it
+    began with, and what it has carried on.
 
     ``told`` tells the layers of the slice, as in its forward.
     """
 
-    number: int
     loss: Tensor
-    weight: float
-    past: dict[str, Tensor]
-    made: dict[str, Tensor]
-    told: Callable[[], AbstractContextManager[None]]
+    weight: float | None
+    past: dict[str, Tensor] = field(default_factory=dict)
+    made: dict[str, Tensor] = field(default_factory=dict)
+    told: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, key: tuple[int, int, int],
-                recipe: TrainingRecipe) -> list[_SliceRun]:
+                recipe: TrainingRecipe) -> list[_Run]:
     """Run the slices of a microbatch forward, in order, each as a graph of its own. They count by their labels, or
     share one microbatch's loss."""
     cut = {name: tensor.tensor_split(recipe.slices, dim=1) for name, tensor in fields.items()}
@@ -317,7 +308,7 @@ def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, key: tup
     counts = [_weigh(model, reference.layers[-1], {model.labels: part}, model.labels) or 0.0
               for part in cut[model.labels]]
     whole = 1.0 if recipe.labels is not None else sum(counts) or 1.0
-    runs: list[_SliceRun] = []
+    runs: list[_Run] = []
     lengths = [part.shape[1] for part in cut[model.labels]]
     for j, start in enumerate(accumulate(lengths[:-1], initial=0)):
         past = {name: tensor.detach().requires_grad_(tensor.requires_grad)
@@ -333,7 +324,7 @@ def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, key: tup
                 tensors |= recipe.precision.outputs(layer.outputs, partial(
                     reference.layers[i], *(tensors[name] for name in layer.inputs), **keywords), device, names)
             made |= {name: tensors.pop(name) for name in names}
-        runs.append(_SliceRun(j, tensors[LOSS], counts[j] / whole, past, made, partial(
+        runs.append(_Run(tensors[LOSS], counts[j] / whole, past, made, partial(
             SliceAware(nn.ModuleList(reference.layers)).told, start, sum(lengths))))
     return runs
 
@@ -365,14 +356,6 @@ def _microbatches(batch: Batch, microbatches: int, device: torch.device | str = 
     parts = {name: tensor.to(device).tensor_split(min(microbatches, len(tensor))) for name, tensor in batch.items()}
     for part in zip(*parts.values(), strict=True):
         yield dict(zip(parts, part, strict=True))
-
-
-def _pop_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """Return the gradients and reset them to None."""
-    gradients = {name: p.grad for name, p in parameters.items()}
-    for parameter in parameters.values():
-        parameter.grad = None
-    return gradients
 
 
 def _weigh(model: Model, last: nn.Module, fields: Batch, name: str | None) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -249,7 +250,6 @@ def compiled_model(model: Model, backend: str) -> Model:
         compile_layers([module], backend)
         return module
 
-    made = Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch, model.labels,
-                 model.label_weights)
-    made.exact = model.exact
+    made = copy(model)
+    made.layers = tuple(replace(layer, build=partial(build, layer)) for layer in model.layers)
     return made

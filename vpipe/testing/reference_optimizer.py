@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -264,13 +264,6 @@ def mean_delay(version_of: Versions, stage: int, widths: Sequence[int], update_e
     return late / period
 
 
-class UpdateResult(NamedTuple):
-    """The norm of an update's gradients before clipping, if they are clipped, and whether the update was skipped."""
-
-    norm: float | None
-    skipped: bool
-
-
 @dataclass(frozen=True)
 class TrainingRecipe:
     """Settings of a training, as :class:`vpipe.Pipeline` takes them, and the update that follows from them.
@@ -330,8 +323,8 @@ class TrainingRecipe:
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
               optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,
               scale: ReferenceLossScale | None = None,
-              extrapolation: ReferenceExtrapolation | None = None) -> UpdateResult:
-        """Update these parameters, or skip the update.
+              extrapolation: ReferenceExtrapolation | None = None) -> tuple[float | None, bool]:
+        """Update these parameters, or skip the update; return the norm before clipping, if any, and whether it skipped.
 
         Args:
             gradients: by name of the parameter, multiplied by the scale; their dtype may be narrower than the
@@ -363,7 +356,7 @@ class TrainingRecipe:
             self.trajectory.weights(update, parameters)
         if scale is not None:
             scale.update(overflow)
-        return UpdateResult(norm, skipped)
+        return norm, skipped
 
     @staticmethod
     def _clip(parameters: list[Tensor], clip: float) -> float:
@@ -489,11 +482,11 @@ class StageVersions:
             share = self._every / there
             gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
                          for name, each in gradients.items()}
-        made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
-                                  self._recipe.factor(step) * self._rate, self.scale, self.extrapolation)
+        _, skipped = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
+                                        self._recipe.factor(step) * self._rate, self.scale, self.extrapolation)
         self.keep_version()
         self.seen, self.labels = 0, 0.0
-        return not made.skipped
+        return not skipped
 
     def keep_version(self) -> None:
         """Keep the weights as the latest version; at first those that training begins with."""

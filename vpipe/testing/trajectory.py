@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,23 +87,15 @@ class Trajectory:
 
     def save(self, folder: Path, rank: int) -> None:
         """Write the trajectory of a rank into a folder, for :meth:`load`."""
-        arrays: dict[str, Any] = {f"{update}/{name}": value.numpy()
-                                  for update, named in self.values.items() for name, value in named.items()}
-        np.savez(folder / f"rank{rank}.weights.npz", **arrays)
-        (folder / f"rank{rank}.numbers.json").write_text(json.dumps(
-            {"losses": self.losses, "norms": self.norms, "step_updates": self.step_updates}))
+        torch.save((self.losses, dict(self.norms), dict(self.values), self.step_updates), folder / f"rank{rank}.pt")
 
     @classmethod
     def load(cls, folder: Path, rank: int) -> Trajectory:
         """Read the trajectory of a rank."""
-        numbers = json.loads((folder / f"rank{rank}.numbers.json").read_text())
-        steps = [[(update, name) for update, name in updates] for updates in numbers["step_updates"]]
-        trajectory = cls(numbers["losses"], step_updates=steps)
-        trajectory.norms.update({int(update): norms for update, norms in numbers["norms"].items()})
-        with np.load(folder / f"rank{rank}.weights.npz", allow_pickle=False) as arrays:
-            for key in arrays.files:
-                update, _, name = key.partition("/")
-                trajectory.values[int(update)][name] = torch.from_numpy(arrays[key])
+        losses, norms, values, steps = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+        trajectory = cls(losses, step_updates=steps)
+        trajectory.norms.update(norms)
+        trajectory.values.update(values)
         return trajectory
 
     @classmethod
