@@ -23,11 +23,10 @@ from vpipe.testing.strategies import prove
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
 def test_no_layout_deadlocks(layout: Layout, ranks: int, chunks: int, microbatches: int) -> None:
     schedule = lower(build_evaluation(layout(ranks, chunks), microbatches))
-    deps = Graph(schedule)
     for rule in (matching, precedence, channel_order):
-        rule(deps)
+        rule(schedule)
     for rendezvous in (False, True):
-        assert execute(deps, rendezvous=rendezvous)[1] == {}
+        assert execute(schedule.graph, rendezvous=rendezvous)[1] == {}
     forwards = [action for program in schedule.programs for action in program if action.op is Op.FORWARD]
     assert len(set(forwards)) == len(forwards) == microbatches * ranks * chunks
 
@@ -69,3 +68,12 @@ def test_reversed_backwards_are_proved_as_any(placement: tuple[tuple[int, ...], 
 def test_no_other_schedule_can_be_reversed() -> None:
     with pytest.raises(UserError, match="'1f1b' cannot run its backwards from the last microbatch to the first"):
         ScheduleSpec(Order("1f1b"), Cut(2), 4, last_first=True).prepare()
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("1f1b", 1), ("pipedream", 1), ("zb_v", 2)])
+def test_a_schedule_has_one_graph(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering and proof ask the same one, but where receives are moved, as in zb_v: that is another schedule."""
+    made, make = [], Graph.__init__
+    monkeypatch.setattr(Graph, "__init__", lambda graph, *told: (made.append(graph), make(graph, *told))[1])
+    ScheduleSpec(Order(name), Cut(4), 8).prepare()
+    assert len(made) == graphs

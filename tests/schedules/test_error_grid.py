@@ -5,7 +5,7 @@ from __future__ import annotations
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build
-from vpipe.schedules.schedule import MARK, SIDE, draw_grid, rule_error
+from vpipe.schedules.schedule import MARK, SIDE, draw_grid
 from vpipe.schedules.size import Layout
 
 
@@ -61,7 +61,7 @@ def test_cursors_say_what_each_row_is_about() -> None:
 
 def test_a_fault() -> None:
     schedule = build("gpipe", Layout.LOOP(1), 1)
-    error = rule_error(schedule, "it is wrong", "mend it", (0, 1))
+    error = schedule.error("it is wrong", "mend it", (0, 1))
     assert isinstance(error, CheckError)
     assert isinstance(error, UserError)
     assert str(error).splitlines() == ["error: schedule 'gpipe': it is wrong", "rank 0 0F0 0B0 <-- here 0STEP0",

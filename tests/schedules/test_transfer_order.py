@@ -14,7 +14,6 @@ from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build, build_evaluation, replica_views, reverse_backwards, stream_program
 from vpipe.schedules.checker import check
-from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Assignment, Schedule
@@ -42,7 +41,7 @@ class SerialDevices:
 
     def __init__(self, schedule: Schedule, *, rendezvous: bool, blocking: bool = False, lanes: int = 1) -> None:
         self.schedule, self.rendezvous, self.blocking, self.lanes = schedule, rendezvous, blocking, lanes
-        self.deps = Graph(schedule)
+        self.deps = schedule.graph
         self.programs = list(schedule.programs) * lanes
         ranks = range(len(self.programs))
         self.cursors = [0] * len(ranks)
@@ -211,7 +210,7 @@ def test_any_order_that_can_be_computed_can_be_lowered(schedule: Schedule, norm:
 
 
 def ordered(schedule: Schedule) -> Schedule:
-    placed, stuck = in_one_order(Graph(schedule))
+    placed, stuck = in_one_order(schedule)
     assert not stuck
     return placed
 

@@ -20,7 +20,7 @@ from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
-from vpipe.schedules.graph import Flow, Graph
+from vpipe.schedules.graph import Flow
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -49,7 +49,7 @@ class RankPrograms:
 
     def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:
         if ordered and not schedule.stream:
-            schedule, _ = in_one_order(Graph(schedule))
+            schedule, _ = in_one_order(schedule)
         self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
         self._split = schedule.split_backwards
         self._versions = schedule.versions_used
@@ -98,7 +98,7 @@ class RankPrograms:
         if microbatches not in self._evaluations:
             schedule = lower(build_evaluation(self._schedule.placement, microbatches))
             if self._ordered:
-                schedule, _ = in_one_order(Graph(schedule))
+                schedule, _ = in_one_order(schedule)
             self._evaluations = {microbatches: schedule}
         programs = self._evaluations[microbatches].programs
         return lambda rank: RankProgram(iter(programs[rank]), lambda owner, microbatch: 0,

@@ -10,14 +10,16 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from vpipe.errors import CheckError, UserError
+from vpipe.errors import UserError
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Kind, Needed, Value
-from vpipe.schedules.schedule import Schedule, Spot, rule_error
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Placement
+
+Spot = tuple[int, int]
+"""The place of an action: (rank, position in its program). The position after the last action is the end."""
 
 OnRank = tuple[Action, int]
 """An action and the rank that executes it."""
@@ -60,57 +62,29 @@ def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, in
 
 
 class Graph:
-    """Hold tables made in one pass over the programs, and answer what the checker's rules ask.
+    """Hold tables made in one pass over the programs of a schedule, and tell which action waits for which.
 
     Attributes:
+        makers: the kinds that make a value, each with the stage of the value less that of its action.
         where: the spots of every action.
         last: by stage, update and rank, the rank's last action (B or W) that makes weight gradients for it.
+
+    Args:
+        present: the kinds of the actions.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.setting, self.makers = schedule, schedule.setting, _makers(schedule.kinds)
+    def __init__(self, programs: Sequence[Sequence[Action]], setting: Setting, present: Collection[Kind]) -> None:
+        self.programs, self.setting, self.makers = programs, setting, _makers(present)
         self.where: dict[Action, tuple[Spot, ...]] = {}
         self.last: dict[tuple[int, int, int], Action] = {}
         where, last = self.where, self.last
-        per_update = [schedule.assignment.per_update(stage) for stage in range(schedule.stages)]
-        for rank, program in enumerate(schedule.programs):
+        per_update = [setting.assignment.per_update(stage) for stage in range(len(setting.placement))]
+        for rank, program in enumerate(programs):
             for position, action in enumerate(program):
                 op, stage, index = action
                 where[action] = (*where.get(action, ()), (rank, position))
                 if op.completes and stage < len(per_update) and per_update[stage]:
                     last[stage, index // per_update[stage], rank] = action
-
-    # -- the programs ----------------------------------------------------------------------------------
-
-    def error(self, what: str, hint: str, *marks: Spot, cursors: Sequence[int] | None = None) -> CheckError:
-        """Return the error of a broken rule; see :func:`~vpipe.schedules.schedule.rule_error`."""
-        return rule_error(self.schedule, what, hint, *marks, cursors=cursors)
-
-    def said(self, action: Action) -> str:
-        """Return an action for messages, such as ``0F3``; where there are slices, ``0F3 (microbatch 1, slice 1)``."""
-        sliced = action.op.per_microbatch and self.schedule.slices > 1
-        return f"{action} ({self.schedule.assignment.name_of(action.index)})" if sliced else str(action)
-
-    def actions(self) -> Iterator[tuple[Action, Spot]]:
-        """Yield every action with its spot, rank after rank."""
-        for rank, program in enumerate(self.schedule.programs):
-            for position, action in enumerate(program):
-                yield action, (rank, position)
-
-    def of_stage(self, stage: int, rank: int) -> Iterator[tuple[Action, Spot]]:
-        """Yield the actions of a stage on a rank in order, with their spots."""
-        for position, action in enumerate(self.schedule.programs[rank]):
-            if action.stage == stage:
-                yield action, (rank, position)
-
-    def replicas(self) -> Iterator[tuple[int, int]]:
-        """Yield every stage with each of its ranks."""
-        for stage, ranks in enumerate(self.schedule.placement):
-            for rank in ranks:
-                yield stage, rank
-
-    def end(self, rank: int) -> Spot:
-        return rank, len(self.schedule.programs[rank])
 
     def position(self, action: Action, rank: int) -> int | None:
         """Return the position of ``action`` in the program of ``rank``; None when it is not there."""
@@ -122,8 +96,6 @@ class Graph:
     def other_ends(self, transfer: Action, rank: int) -> list[OnRank]:
         """Return the other ends of a send or a receive; see :func:`other_ends`."""
         return other_ends(self.setting, transfer, rank)
-
-    # -- the edges -------------------------------------------------------------------------------------
 
     def maker(self, value: Value, stage: int, index: int, rank: int, before: int | None = None) -> Action | None:
         """Return the action that makes a value on a rank, whether or not it is there; None where none has to.
@@ -197,7 +169,7 @@ class Graph:
         """By rank and position, the spots of :meth:`awaited` without ``rendezvous``; None for one that is missing."""
         return [[() if action.op.transfer is not None else self.spots(self.awaited(action, rank, rendezvous=False))
                  for action in program]
-                for rank, program in enumerate(self.schedule.programs)]
+                for rank, program in enumerate(self.programs)]
 
     def spots(self, actions: Sequence[OnRank]) -> Sequence[Spot | None]:
         """Return where actions stand; None for one that is missing."""
@@ -215,7 +187,7 @@ def execute(graph: Graph, *, rendezvous: bool) -> tuple[list[int], dict[int, tup
         How many actions each rank executed, and of the ranks that did not reach their end the action before which they
         stand, the one that they wait for, and its rank.
     """
-    programs, waits = graph.schedule.programs, graph.waits
+    programs, waits = graph.programs, graph.waits
     cursors = [0] * len(programs)
     blocked: dict[int, tuple[Action, Action, int]] = {}
     sleepers: dict[Spot, list[int]] = defaultdict(list)  # ranks to wake when a spot has been executed

@@ -6,7 +6,7 @@ import csv
 import io
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -14,6 +14,7 @@ from typing import ClassVar
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
+from vpipe.schedules.graph import Graph, Spot
 from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, SAVED, Value
 from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations
 from vpipe.schedules.setting import Setting
@@ -27,9 +28,6 @@ from vpipe.schedules.size import (
     default_warmup,
 )
 from vpipe.schedules.versions import VersionRegister
-
-Spot = tuple[int, int]
-"""The place of an action: (rank, position in its program). The position after the last action is the end."""
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many
@@ -98,6 +96,11 @@ class Schedule:
         return Setting(self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
                        is_lowered=self.is_lowered, normed=NORMS in there, sharded=GATHERED in there,
                        zero1=EXCHANGED in there)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Which action waits for which."""
+        return Graph(self.programs, self.setting, self.kinds)
 
     @property
     def steps_begun(self) -> int:
@@ -190,9 +193,43 @@ class Schedule:
         """Return the number of updates of a stage; the last may have fewer microbatches."""
         return -(-self.microbatches // self.assignment.per_update(stage))
 
+    def actions(self) -> Iterator[tuple[Action, Spot]]:
+        """Yield every action with its spot, rank after rank."""
+        for rank, program in enumerate(self.programs):
+            for position, action in enumerate(program):
+                yield action, (rank, position)
+
+    def of_stage(self, stage: int, rank: int) -> Iterator[tuple[Action, Spot]]:
+        """Yield the actions of a stage on a rank in order, with their spots."""
+        for position, action in enumerate(self.programs[rank]):
+            if action.stage == stage:
+                yield action, (rank, position)
+
+    def replicas(self) -> Iterator[tuple[int, int]]:
+        """Yield every stage with each of its ranks."""
+        for stage, ranks in enumerate(self.placement):
+            for rank in ranks:
+                yield stage, rank
+
+    def end(self, rank: int) -> Spot:
+        return rank, len(self.programs[rank])
+
+    def said(self, action: Action) -> str:
+        """Return an action for messages, such as ``0F3``; where there are slices, ``0F3 (microbatch 1, slice 1)``."""
+        sliced = action.op.per_microbatch and self.slices > 1
+        return f"{action} ({self.assignment.name_of(action.index)})" if sliced else str(action)
+
+    def error(self, what: str, hint: str, *marks: Spot, cursors: Sequence[int] | None = None) -> CheckError:
+        """Return the error that a rule raises: what is wrong, the grid with ``marks``, the remedy."""
+        grid = draw_grid(self.programs, marks, cursors)
+        error = CheckError(f"schedule '{self.name}': {what}\n{grid}", hint=hint)
+        error.marks = marks
+        return error
+
     def with_programs(self, programs: Sequence[Sequence[Action]]) -> Schedule:
-        """Return the same schedule with other programs."""
-        return replace(self, programs=tuple(map(tuple, programs)))
+        """Return the same schedule with other programs; this one, with its graph, where they are the same."""
+        rows = tuple(map(tuple, programs))
+        return self if rows == self.programs else replace(self, programs=rows)
 
     def compute_only(self) -> Schedule:
         """Return the schedule with what a generator yields: no transfers, no exchanges."""
@@ -291,12 +328,3 @@ def _window(row: Sequence[str], middle: int) -> list[str]:
     first, last = middle - SIDE, middle + SIDE + 1
     cells = [row[column] if 0 <= column < len(row) else "" for column in range(first, last)]
     return ["..." if first > 0 else "", *cells, "..." if last < len(row) else ""]
-
-
-def rule_error(schedule: Schedule, what: str, hint: str, *marks: Spot,
-               cursors: Sequence[int] | None = None) -> CheckError:
-    """Return the error that a rule raises: what is wrong, the grid with ``marks``, the remedy."""
-    grid = draw_grid(schedule.programs, marks, cursors)
-    error = CheckError(f"schedule '{schedule.name}': {what}\n{grid}", hint=hint)
-    error.marks = marks
-    return error

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.graph import Flow, Graph, OnRank, other_ends
+from vpipe.schedules.graph import Flow, OnRank, other_ends
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
 
@@ -29,8 +29,7 @@ def post_in_time(schedule: Schedule) -> Schedule:
 
     A schedule that deadlocks even with buffers is returned unchanged.
     """
-    graph = Graph(schedule)
-    posting = _ReceivePlacement(graph)
+    posting = _ReceivePlacement(schedule)
     while posting.awake:
         while posting.awake:
             posting.go_on(posting.awake.pop())
@@ -44,9 +43,8 @@ def post_in_time(schedule: Schedule) -> Schedule:
 class _ReceivePlacement:
     """The programs so far, with their receives moved, and how far each rank has come in the program that it had."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        ranks = graph.schedule.ranks
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._graph, ranks = schedule, schedule.graph, schedule.ranks
         self.programs: list[list[Action]] = [[] for _ in range(ranks)]
         self.cursors = [0] * ranks
         self.done: set[OnRank] = set()
@@ -56,16 +54,16 @@ class _ReceivePlacement:
         self._orders: dict[Channel, list[Action]] = defaultdict(list)  # receives of a channel as they are sent
         self._posted: dict[Channel, int] = defaultdict(int)  # how many of them are posted
         self._places: dict[Action, tuple[Channel, int]] = {}
-        for action, (rank, _) in graph.actions():
+        for action, (rank, _) in schedule.actions():
             if action.op.sends and action.op.per_microbatch:
-                for receive, peer in graph.other_ends(action, rank):
+                for receive, peer in self._graph.other_ends(action, rank):
                     channel = rank, peer, action.op
                     self._places[receive] = channel, len(self._orders[channel])
                     self._orders[channel].append(receive)
 
     def go_on(self, rank: int) -> None:
         """Let a rank go as far as it can."""
-        program = self._graph.schedule.programs[rank]
+        program = self._schedule.programs[rank]
         while self.cursors[rank] < len(program):
             action = program[self.cursors[rank]]
             if action.op.receives:
@@ -92,7 +90,7 @@ class _ReceivePlacement:
     def overdue(self) -> Iterator[OnRank]:
         """Yield the receives that sends wait for."""
         for rank, cursor in enumerate(self.cursors):
-            program = self._graph.schedule.programs[rank]
+            program = self._schedule.programs[rank]
             if cursor < len(program) and program[cursor].op.sends:
                 yield from (one for one in self._graph.awaited(program[cursor], rank, rendezvous=True)
                             if one not in self.done and self._graph.position(*one) is not None)
@@ -220,8 +218,7 @@ def _ticks(kind: Kind) -> int:
     return kind.computes * (1 + (kind.returns and kind.completes))
 
 
-def in_one_order(graph: Graph) -> tuple[Schedule, Mapping[int, Action]]:
+def in_one_order(schedule: Schedule) -> tuple[Schedule, Mapping[int, Action]]:
     """Return a lowered schedule with its receives in the common order, and the ranks that cannot reach their end."""
-    schedule = graph.schedule
-    order = TransferOrder(graph.setting, [iter(program) for program in schedule.programs], range(schedule.ranks))
+    order = TransferOrder(schedule.setting, [iter(program) for program in schedule.programs], range(schedule.ranks))
     return schedule.with_programs([list(order.program(rank)) for rank in range(schedule.ranks)]), order.stuck

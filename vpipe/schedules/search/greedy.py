@@ -15,7 +15,6 @@ from heapq import heappop, heappush
 
 from vpipe.schedules.action import Action, Kind, Op, step
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.graph import Graph
 from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
@@ -150,7 +149,7 @@ def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, li
     programs: list[list[Action]] = [[] for _ in range(1 + max(rank for rank, *_ in placement))]
     for op, stage in turns:
         programs[placement[stage][0]].append(Action(op, stage, 0))
-    graph = Graph(Schedule("turns", placement, tuple(map(tuple, programs)), 1, 1, True, (), (), {}))
+    graph = Schedule("turns", placement, tuple(map(tuple, programs)), 1, 1, True, (), (), {}).graph
     fed_by: dict[Turn, Turn | None] = {}
     for turn in turns:
         action, rank = Action(*turn, 0), placement[turn[1]][0]

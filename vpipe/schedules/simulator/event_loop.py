@@ -22,7 +22,7 @@ from math import lcm
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.graph import Graph, receive_of
+from vpipe.schedules.graph import receive_of
 from vpipe.schedules.kinds import Kind
 from vpipe.schedules.loads import recomputations
 from vpipe.schedules.lowering import add_transfers
@@ -69,7 +69,7 @@ class SimulationTables:
         if posted:
             schedule = lowered.with_programs([[action for action in program if not action.op.receives]
                                               for program in lowered.programs])
-        graph = Graph(schedule)
+        graph = schedule.graph
         widths = [len(ranks) for ranks in schedule.placement]
         unit = _ticks_per_second(schedule.kinds, costs, widths)
         ends = list(accumulate(map(len, schedule.programs)))

@@ -20,7 +20,7 @@ from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.loads import bytes_in, moments
-from vpipe.schedules.schedule import Schedule, rule_error
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.event_loop import EventLoop, SimulationTables
 
 Curve = tuple[tuple[Number, Number], ...]
@@ -198,8 +198,9 @@ def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
     programs = tables.schedule.programs
     spots = [(rank, position) for rank, position in enumerate(positions) if position < len(programs[rank])]
     standing = "; ".join(f"rank {rank} stands before {programs[rank][position]}" for rank, position in spots)
-    return rule_error(tables.schedule, f"the simulation cannot go on: {standing}",
-                      "check the schedule first: it says what each of them waits for", *spots, cursors=positions)
+    return tables.schedule.error(f"the simulation cannot go on: {standing}",
+                                 "check the schedule first: it says what each of them waits for", *spots,
+                                 cursors=positions)
 
 
 def lengthened(stream: Schedule, recompute: Collection[int] = ()) -> Schedule:
