@@ -364,7 +364,7 @@ def test_a_users_schedule_is_planned_and_chosen_when_it_is_the_best(said: Said,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     RegisteredSchedule.named("1f1b")
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    register_schedule("early", flush=True, peak_activations=lambda rank, size: min(
+    register_schedule("early", flush=True, planned=True, peak_activations=lambda rank, size: min(
         2 * (size.ranks - rank) - 1, size.microbatches))(early_forwards)
     # Slow links and slow halves; the memory is too small for all microbatches at once.
     made = made_profile(5, 2, 2, saved=40 * MIB)

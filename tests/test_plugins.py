@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]]
     "vpipe.schedules": ("schedule", schedules.RegisteredSchedule.named, schedules.RegisteredSchedule.names,
                         "from vpipe.schedules.registry import register_schedule\n"
                         "from vpipe.schedules.generators.gpipe import gpipe\n"
-                        "@register_schedule('{name}', flush=True)\n"
+                        "@register_schedule('{name}', flush=True, planned=True)\n"
                         "def made(rank, ranks, microbatches):\n    yield from gpipe(rank, ranks, microbatches)\n")}
 """Group -> what its things are called, how one is had, which names there are, the source of one."""
 

@@ -392,10 +392,10 @@ def _users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules that a user registers: a good one, and two that cannot run."""
     RegisteredSchedule.named("1f1b")
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    register_schedule("early", flush=True, peak_activations=lambda rank, size: min(
+    register_schedule("early", flush=True, planned=True, peak_activations=lambda rank, size: min(
         2 * (size.ranks - rank) - 1, size.microbatches))(early_forwards)
-    register_schedule("deadlocks", flush=True)(deadlocks)
-    register_schedule("fails", flush=True)(fails_when_large)
+    register_schedule("deadlocks", flush=True, planned=True)(deadlocks)
+    register_schedule("fails", flush=True, planned=True)(fails_when_large)
 
 
 @pytest.mark.usefixtures("_users")

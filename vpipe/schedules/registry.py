@@ -72,7 +72,8 @@ class RegisteredSchedule:
         update_every: microbatches per update that a schedule without a flush needs at least, from the number of ranks.
         requires: refuses the sizes that it cannot have.
         search: makes the schedule for any placement, costs and limits on memory; None when the order is fixed.
-        planned: ``vpipe plan`` and ``schedule: auto`` try it. A schedule with a search is never tried.
+        planned: ``vpipe plan`` and ``schedule: auto`` try it; those that are ``sliced``, wherever microbatches have
+            slices. A schedule with a search is never tried.
         reversible: its backwards may run in any order of the microbatches, because on every rank they follow all
             forwards. An executor with threads asks for that.
         version_of: the closed form of its weight versions, for ``vpipe verify``, which reads them off the actions where
@@ -97,7 +98,7 @@ class RegisteredSchedule:
     update_every: Callable[[int], int] = lambda ranks: 1
     requires: Constraint = lambda size: None
     search: Search | None = None
-    planned: bool = True
+    planned: bool = False
     reversible: bool = False
     version_of: Callable[..., int] | None = None
     any_warmup: bool = False

@@ -15,7 +15,7 @@ def _peak(rank: int, size: Size) -> int:
 
 
 @register_schedule("chimera", flush=True, layout=both_ways, peak_activations=_peak,
-                   requires=lambda size: odd_ranks("chimera", size))
+                   requires=lambda size: odd_ranks("chimera", size), planned=True)
 def chimera(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds copies of stages r and p-1-r; here p = 4. Small letters are those
     of the later stage. Even microbatches go down the ranks, odd ones up. B takes twice as long as F, S is the steps.

@@ -119,7 +119,7 @@ class _RankProgram:
             heappush(self.waiting, (time, action.stage, action.index))
 
 
-@register_schedule("v_half", flush=True, layout=Layout.ZIGZAG, chunks=2, planned=False,
+@register_schedule("v_half", flush=True, layout=Layout.ZIGZAG, chunks=2,
                    peak_activations=lambda rank, size: 2 * min((size.ranks + 2) // 2, size.microbatches))
 def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds stages r and 2p-1-r.
@@ -144,7 +144,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     yield from repeat_block(BuildingBlock((2, 1, 2, 1), gaps), ranks, microbatches, 2 * ((ranks + 2) // 2))[rank]
 
 
-@register_schedule("v_min", flush=True, layout=Layout.ZIGZAG, chunks=2, planned=False,
+@register_schedule("v_min", flush=True, layout=Layout.ZIGZAG, chunks=2,
                    peak_activations=lambda rank, size: 2 * min((size.ranks + 4) // 3, size.microbatches))
 def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds stages r and 2p-1-r.

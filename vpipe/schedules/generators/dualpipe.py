@@ -21,7 +21,7 @@ def _two_per_rank(size: Size) -> Problem | None:
 
 
 @register_schedule("dualpipe_v", flush=True, layout=Layout.ZIGZAG, chunks=2,
-                   peak_activations=lambda rank, size: 2 * size.ranks + 1, requires=_two_per_rank, planned=False)
+                   peak_activations=lambda rank, size: 2 * size.ranks + 1, requires=_two_per_rank)
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds stages r and 2p-1-r; here p = 2. Small letters are those of the
     second. B takes twice as long as F, I and W are its input and its weight half, S is the steps.
@@ -73,7 +73,7 @@ def _pairs(size: Size) -> Problem | None:
 
 
 @register_schedule("dualpipe", flush=True, layout=both_ways, peak_activations=lambda rank, size: size.ranks + 1,
-                   requires=_pairs)
+                   requires=_pairs, planned=True)
 def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds copies of stages r and p-1-r; here p = 4. Small letters are those
     of the later stage. Even microbatches go down the ranks, odd ones up. B takes twice as long as F, I and W are its

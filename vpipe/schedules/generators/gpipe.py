@@ -13,7 +13,7 @@ def backwards_of(microbatches: int, slices: int) -> Iterator[int]:
 
 
 @register_schedule("gpipe", flush=True, peak_activations=lambda rank, size: size.microbatches * size.slices,
-                   reversible=True, sliced=True)
+                   reversible=True, sliced=True, planned=True)
 def gpipe(rank: int, ranks: int, microbatches: int, slices: int = 1) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
 

@@ -23,7 +23,7 @@ def _peak(rank: int, size: Size) -> int:
 
 
 @register_schedule("hanayo", flush=True, layout=Layout.ZIGZAG, chunks=2, any_chunks=True,
-                   peak_activations=_peak, requires=_whole_waves, planned=False)
+                   peak_activations=_peak, requires=_whole_waves)
 def hanayo(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds v stages, two for each of v/2 waves; here p = 2, v = 2, one
     wave, and small letters are those of the second stage. B takes twice as long as F, S is the steps.

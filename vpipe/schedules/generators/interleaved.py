@@ -43,7 +43,7 @@ def turns(rank: int, ranks: int, microbatches: int, chunks: int) -> list[list[tu
 
 
 @register_schedule("interleaved", flush=True, layout=Layout.LOOP, chunks=2, any_chunks=True,
-                   peak_activations=_peak, requires=partial(whole_rounds, "interleaved"))
+                   peak_activations=_peak, requires=partial(whole_rounds, "interleaved"), planned=True)
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the
     second stage. B takes twice as long as F, S is the steps.
@@ -67,7 +67,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> It
 
 
 @register_schedule("looped_bfs", flush=True, layout=Layout.LOOP, chunks=2, any_chunks=True,
-                   peak_activations=lambda rank, size: size.microbatches * size.chunks, planned=False)
+                   peak_activations=lambda rank, size: size.microbatches * size.chunks)
 def looped_bfs(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the
     second stage. B takes twice as long as F, S is the steps.

@@ -8,7 +8,7 @@ from vpipe.schedules.generators.gpipe import backwards_of
 from vpipe.schedules.registry import register_schedule
 
 
-@register_schedule("1f1b", flush=True,
+@register_schedule("1f1b", flush=True, planned=True,
                    peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches))
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
@@ -30,7 +30,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     yield step(rank, 0)
 
 
-@register_schedule("seq1f1b", flush=True, sliced=True, planned=False, peak_activations=lambda rank, size: min(
+@register_schedule("seq1f1b", flush=True, sliced=True, peak_activations=lambda rank, size: min(
     size.ranks - rank + size.slices - 1, size.microbatches * size.slices))
 def seq1f1b(rank: int, ranks: int, microbatches: int, slices: int = 1) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; here with two slices of every microbatch, so that F2 and F3

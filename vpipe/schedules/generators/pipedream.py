@@ -23,7 +23,7 @@ def in_flight(rank: int, size: Size) -> int:
 
 @register_schedule("pipedream", flush=False, peak_activations=in_flight,
                    versions=lambda rank, size: 1 - -size.warmup_of(rank) // size.update_every,
-                   version_of=_stashed_version, any_warmup=True)
+                   version_of=_stashed_version, any_warmup=True, planned=True)
 def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1,
               warmup: Sequence[int] = ()) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
@@ -68,7 +68,7 @@ def _even(size: Size) -> Problem | None:
 
 @register_schedule("pipedream_vertical_sync", flush=False, peak_activations=in_flight,
                    versions=lambda rank, size: 1 - -size.warmup_of(0) // size.update_every, requires=_even,
-                   planned=False, version_of=_synchronised_version, any_warmup=True)
+                   version_of=_synchronised_version, any_warmup=True)
 def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1,
                             warmup: Sequence[int] = ()) -> Iterator[Action]:
     """Yield the actions of :func:`pipedream`, but with one version per microbatch on every stage; a bar stands where
@@ -107,7 +107,7 @@ def with_versions(program: Iterator[Action], rank: int, version_of: Callable[[in
 
 
 @register_schedule("2bw", flush=False, peak_activations=in_flight, versions=lambda rank, size: 2,
-                   update_every=lambda ranks: ranks,
+                   update_every=lambda ranks: ranks, planned=True,
                    version_of=lambda i, stage, widths, k, warmup: max(0, i // widths[stage] // k - 1), any_warmup=True)
 def two_bw(rank: int, ranks: int, microbatches: int, update_every: int,
            warmup: Sequence[int] = ()) -> Iterator[Action]:

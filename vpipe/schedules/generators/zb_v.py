@@ -13,7 +13,7 @@ def _peak(rank: int, size: Size) -> int:
     return min(2 * size.microbatches, size.microbatches + 1 + rank, 2 * size.ranks)
 
 
-@register_schedule("zb_v", flush=True, layout=Layout.ZIGZAG, chunks=2, peak_activations=_peak)
+@register_schedule("zb_v", flush=True, layout=Layout.ZIGZAG, chunks=2, peak_activations=_peak, planned=True)
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds stages r and 2p-1-r; here p = 2. Small letters are those of the
     second. I and W are the input and the weight half of a backward, S is the steps.

@@ -32,7 +32,7 @@ def delayed_weights(forwards: Sequence[tuple[int, int]], backwards: Sequence[tup
         yield step(stage, 0)
 
 
-@register_schedule("zb_h1", flush=True,
+@register_schedule("zb_h1", flush=True, planned=True,
                    peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches))
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; I and W are the input and the weight half of a backward, S
@@ -53,7 +53,7 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     yield from delayed_weights(own, own, warmup=ranks - 1 - rank, after=rank)
 
 
-@register_schedule("zb_h2", flush=True,
+@register_schedule("zb_h2", flush=True, planned=True,
                    peak_activations=lambda rank, size: min(2 * (size.ranks - rank) - 1, size.microbatches))
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; I and W are the input and the weight half of a backward, S
@@ -78,7 +78,7 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 @register_schedule("interleaved_zb", flush=True, layout=Layout.LOOP, chunks=2, any_chunks=True,
                    peak_activations=lambda rank, size: size.chunks * size.ranks - rank,
-                   requires=partial(whole_rounds, "interleaved_zb"), planned=False)
+                   requires=partial(whole_rounds, "interleaved_zb"))
 def interleaved_zb(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the
     second stage. I and W are the input and the weight half of a backward, S is the steps.
