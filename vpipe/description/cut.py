@@ -218,11 +218,14 @@ class KeptInputs(NamedTuple):
     made: Set[str]
 
 
-def kept_inputs(placement: Placement, specs: Sequence[StageSpec],
-                layers: Sequence[LayerNames]) -> dict[int, KeptInputs]:
+def kept_inputs(placement: Placement, specs: Sequence[StageSpec], layers: Sequence[LayerNames],
+                handed_on: bool = False) -> dict[int, KeptInputs]:
     """Return by stage what its rank keeps for it: what no layer between the two stages of the rank writes anew.
 
     Gradients of it go through all stages nevertheless: each adds its own, in the order of one graph.
+
+    Args:
+        handed_on: also what the stage right before hands on to a stage of the same rank: all, and without a transfer.
     """
     def written(numbers: range) -> set[str]:
         return {name for number in numbers for name in layers[number].writes}
@@ -231,8 +234,7 @@ def kept_inputs(placement: Placement, specs: Sequence[StageSpec],
     for stage, ranks in enumerate(placement):
         since = max((earlier for earlier in range(stage) if placement[earlier] == ranks), default=stage)
         between, inputs = range(specs[since].layers.stop, specs[stage].layers.start), specs[stage].inputs
-        # The stage right before hands on everything without a transfer.
-        if since < stage - 1 and (names := set(inputs) - written(between)):
+        if since < stage - (not handed_on) and (names := set(inputs) - written(between)):
             found[stage] = KeptInputs(since, inputs, names, names & written(specs[since].layers))
     return found
 

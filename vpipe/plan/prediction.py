@@ -11,7 +11,7 @@ from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.stage_costs import pipeline_costs, stage_memory, unsent_inputs, waiting_bytes
+from vpipe.plan.stage_costs import kept_bytes, pipeline_costs, stage_memory
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED
@@ -88,15 +88,13 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
     idle = [max(0.0, step_s - working) for working in steps.working_s]
     contents = [peak_contents(program, schedule.stages_of(rank), costs, schedule.frozen)
                 for rank, program in enumerate(schedule.programs)]
-    kept = unsent_inputs(profile, partition, schedule.placement)
-    waiting = [waiting_bytes(kept, {stage: held[SAVED, stage] for stage in schedule.stages_of(rank)})
-               for rank, held in enumerate(contents)]
+    kept = kept_bytes(profile, partition, recomputed, schedule.placement)
     sending, stages = _sending_s(timeline), []
     for stage, layers in enumerate(ranges(partition)):
         cost, ranks = costs.stages[stage], schedule.placement[stage]
         memories = [stage_memory(profile, layers, recomputed[stage], held[SAVED, stage], held[UPDATED, stage],
                                  held[HALF, stage], held[RECOMPUTED, stage], len(ranks), lanes,
-                                 waiting[rank].get(stage, 0)) for rank, held in enumerate(contents) if rank in ranks]
+                                 kept.moved[stage]) for rank, held in enumerate(contents) if rank in ranks]
         stages.append(StagePrediction(
             layers.start, len(layers), ranks, schedule.slices * float(cost.forward_s),
             schedule.slices * float(cost.input_s + cost.weight_s), schedule.slices * float(cost.recompute_s),

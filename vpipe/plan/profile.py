@@ -367,6 +367,13 @@ class ActivationMemory:
         """Return the bytes that a microbatch sends back through a cut."""
         return sum(tensor.bytes for tensor in self._crossing[cut] if tensor.wants_gradient)
 
+    def held_names(self, layers: range, recomputed: Collection[int] = ()) -> frozenset[str]:
+        """Return the tensors alive after a stage that it holds, also while the ``recomputed`` layers drop theirs."""
+        state = START
+        for number in layers:
+            state, _, _ = add_layer(state, self.tensors[number], number in recomputed)
+        return state.held
+
     def held_bytes(self, layers: range, recomputed: Collection[int] = ()) -> tuple[int, int]:
         """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save, and those that
         it holds once dropped activations are recomputed."""

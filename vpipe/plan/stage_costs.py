@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from vpipe.schedules.size import Placement
 
 
 def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (), split: bool = False,
-                versions: int = 1, per_update: int | None = None, width: int = 1) -> StageCosts:
+                versions: int = 1, per_update: int | None = None, width: int = 1, moved: int = 0) -> StageCosts:
     """Return the costs of a stage of ``layers`` per microbatch.
 
     The seconds of a stage are those of its layers, of carrying out the action, of a receive and a send at every cut,
@@ -29,6 +30,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         versions: of its weights that it holds.
         per_update: microbatches of an update that one replica takes; None: so many that it makes no difference.
         width: replicas, which share the step where the profile says so.
+        moved: bytes that its rank holds besides, see :class:`KeptBytes`.
     """
     own, activations = [profile.layers[number] for number in layers], profile.activations
     here = sorted(set(recomputed).intersection(layers))
@@ -53,7 +55,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         recompute_s=sum(profile.layers[number].recompute.median for number in here) + bool(here) * profile.dispatch_s,
         step_s=sum(layer.step.median for layer in own) / (width if profile.zero1 else 1) + profile.dispatch_s
         + float(versions_s(profile, weights, versions)),
-        activation_bytes=full, kept_bytes=kept,
+        activation_bytes=full + moved, kept_bytes=kept + moved,
         weight_half_bytes=sum(layer.weight_half_bytes for layer in own),
         version_bytes=weights + _tied_bytes(profile, layers),
         output_bytes=activations.output_bytes(layers.stop), gradient_bytes=activations.gradient_bytes(layers.start),
@@ -84,42 +86,49 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
 
     Ranks are assumed to fill one host after the other, with as many on each as when the profile was measured.
     """
+    kept = kept_bytes(profile, partition, recomputed, placement)
     stages = [stage_costs(profile, layers, again, split, versions[stage] if versions else 1,
-                          per_update[stage] if per_update else None, len(placement[stage]))
+                          per_update[stage] if per_update else None, len(placement[stage]), kept.moved[stage])
               for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True))]
-    for kept in unsent_inputs(profile, partition, placement):
-        before = stages[kept.stage - 1]
-        stages[kept.stage - 1] = replace(before, output_bytes=before.output_bytes - kept.bytes)
+    for stage, unsent in kept.unsent.items():
+        before = stages[stage - 1]
+        stages[stage - 1] = replace(before, output_bytes=before.output_bytes - unsent)
     ranks = len({rank for group in placement for rank in group})
     links = {ends: _link(link) for ends, link in profile.links.items() if max(ends) < ranks}
     hosts = () if profile.cores is None else tuple(rank // profile.identity.ranks_per_host for rank in range(ranks))
     return Costs(tuple(stages), _link(profile.default_link), links, cores=profile.cores, hosts=hosts)
 
 
-class UnsentInputs(NamedTuple):
-    """The inputs of a stage that its rank keeps since an earlier stage of its own, so that they are not sent."""
+class KeptBytes(NamedTuple):
+    """Bytes of a microbatch that a rank has for several of its stages."""
 
-    since: int  # the earlier stage
-    stage: int
-    bytes: int  # of a microbatch
-    made: int  # those of the bytes that the earlier stage writes itself
-
-
-def unsent_inputs(profile: Profile, partition: Sequence[int], placement: Placement) -> list[UnsentInputs]:
-    """Return what ranks keep for their later stages."""
-    specs = profile.split(partition)
-    sizes = [dict(profile.activations.tensors[spec.layers.start].before) for spec in specs]
-    return [UnsentInputs(each.since, stage, *(sum(map(sizes[stage].__getitem__, names)) for names in (
-        each.names, each.made))) for stage, each in kept_inputs(placement, specs, profile.names).items()]
+    unsent: Counter[int]  # by stage: of its inputs, which its rank keeps since an earlier stage
+    # by stage: what the rank holds for it on behalf of a later stage, until its backward, less the inputs that an
+    # earlier stage holds
+    moved: Counter[int]
 
 
-def waiting_bytes(kept: Sequence[UnsentInputs], in_flight: Mapping[int, int]) -> dict[int, int]:
-    """Return, by earlier stage of a rank, the bytes that only wait for its later one; ``in_flight``: by stage.
+def kept_bytes(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
+               placement: Placement) -> KeptBytes:
+    """Return what ranks keep for their later stages, or hand on to them: it counts once, at the earlier stage.
 
-    What the earlier stage has not written itself, its own microbatches in flight hold.
+    A microbatch in flight in the later stage is so in the earlier one, too.
     """
-    return {each.since: each.made * max(0, in_flight[each.since] - in_flight[each.stage])
-            for each in kept if each.since in in_flight}
+    specs, activations = profile.split(partition), profile.activations
+    unsent, moved = Counter[int](), Counter[int]()
+    for stage, each in kept_inputs(placement, specs, profile.names, handed_on=True).items():
+        layers = specs[each.since].layers
+        sizes = {name: size for name, size in activations.tensors[specs[stage].layers.start].before
+                 if name in each.names}
+        held = activations.held_names(layers, recomputed[each.since])
+        if each.since < stage - 1:
+            unsent[stage] = sum(sizes.values())
+        else:
+            sizes = {name: size for name, size in sizes.items() if name in held}  # the others wait for no other action
+        if layers.stop > profile.frozen_layers:  # others hold nothing until a backward
+            moved[stage] -= sum(sizes.values())
+            moved[each.since] += sum(size for name, size in sizes.items() if name not in held)
+    return KeptBytes(unsent, moved)
 
 
 def _link(link: LinkProfile) -> Link:
@@ -171,7 +180,7 @@ def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
                  weight_halves: int = 0, remade: int = 1, width: int = 1, lanes: int = 1,
-                 waiting: int = 0) -> StageMemory:
+                 moved: int = 0) -> StageMemory:
     """Return what a replica of a stage of ``layers`` holds at most.
 
     Of n lanes whose weights ``fully_shard`` divides a rank has 1/n of the weights and of the optimizer's state all the
@@ -188,7 +197,7 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
         width: replicas, which share the optimizer's state where the profile says so.
         lanes: among which ``fully_shard`` divides the weights. Where their number does not divide the first dimension
             of a parameter, a rank has up to a row of it more.
-        waiting: bytes that the stage has written and a later stage of the rank has yet to read.
+        moved: bytes that its rank holds besides for every microbatch in flight, see :class:`KeptBytes`.
     """
     own = [profile.layers[number] for number in layers]
     trained = sum(layer.parameter_bytes for layer in own)
@@ -204,8 +213,8 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
     return StageMemory(
         weights=held if lanes == 1 else held + -(-held // lanes), stashed=(versions - 1) * weights, gradients=weights,
         optimizer=-(-state // lanes) + profile.extrapolated_bytes(stepped, versions),
-        activations=remade * full + (in_flight - remade) * kept
-        + weight_halves * sum(layer.weight_half_bytes for layer in own) + waiting,
+        activations=remade * full + (in_flight - remade) * kept + in_flight * moved
+        + weight_halves * sum(layer.weight_half_bytes for layer in own),
         working=max(step_working(profile, stepped, versions), summed, *(layer.working_bytes for layer in own)))
 
 

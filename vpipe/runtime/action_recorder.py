@@ -199,7 +199,8 @@ class Recorder:
             segment = self.worker.segment
             sizes = self._sizes[stage, self.worker.is_split(stage, microbatch),
                                 segment.loader.signature(segment.first + microbatch)]
-            before = [(stage - 1, microbatch), *[(stage, microbatch - 1)][:microbatch % segment.assignment.slices]]
+            before = [(earlier, microbatch) for earlier in self.worker.stages if earlier < stage]
+            before += [(stage, microbatch - 1)][:microbatch % segment.assignment.slices]
             self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter([
                 each.counter for key in before if (each := self._in_flight.get(key)) and each.counter]))
         return self._in_flight[stage, microbatch].counter

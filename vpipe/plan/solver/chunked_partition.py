@@ -21,7 +21,7 @@ from vpipe.plan.solver.partition_search import (
     unreplicated_problem,
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
-from vpipe.plan.stage_costs import combined_memory, stage_memory, unsent_inputs, waiting_bytes
+from vpipe.plan.stage_costs import combined_memory, kept_bytes, stage_memory
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
@@ -60,10 +60,9 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
             continue
         recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
                            for each, demand in zip(found.slices, attempt, strict=True))
-        waiting = waiting_bytes(unsent_inputs(table.profile, found.partition, placement),
-                                {stage: demand.in_flight for stage, demand in enumerate(demands)})
+        kept = kept_bytes(table.profile, found.partition, recomputed, placement)
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
-                               demand.weight_halves, width=demand.width, waiting=waiting.get(stage, 0))
+                               demand.weight_halves, width=demand.width, moved=kept.moved[stage])
                   for stage, (each, demand, layers) in enumerate(zip(found.slices, demands, recomputed, strict=True))]
         if table.limit_bytes is not None and any(
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes
