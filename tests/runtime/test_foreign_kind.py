@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from proved import prove
 from small_run import write_config
 from torch import nn
 from world import World
@@ -30,7 +31,6 @@ from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout
-from vpipe.testing.strategies import prove
 
 PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an action behind every step."""
 

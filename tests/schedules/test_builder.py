@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proved import prove
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
@@ -17,7 +18,6 @@ from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
-from vpipe.testing.strategies import prove
 
 
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))

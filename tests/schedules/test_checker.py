@@ -9,6 +9,7 @@ import pytest
 from golden import assert_golden, refusal
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from proved import prove
 
 from vpipe.errors import CheckError
 from vpipe.schedules.action import Action, Op
@@ -18,7 +19,6 @@ from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
 from vpipe.testing import schedules
-from vpipe.testing.strategies import prove
 
 
 def good(name: str = "1f1b", stages: int = 3, microbatches: int = 4, every: int | None = None, *, tied: bool = True,

@@ -14,6 +14,7 @@ import torch
 from golden import assert_golden, refusal
 from hypothesis import given
 from hypothesis import strategies as st
+from proved import prove
 from torch.distributed.pipelining import schedules as theirs
 
 from vpipe.errors import CheckError, UserError
@@ -25,7 +26,6 @@ from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, both_ways
-from vpipe.testing.strategies import prove
 
 Order = Mapping[int, Sequence[Any]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from proved import prove
 
 from vpipe.errors import CheckError
 from vpipe.schedules.action import Action
@@ -15,7 +16,6 @@ from vpipe.schedules.prepare import with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout
-from vpipe.testing.strategies import prove
 
 
 def test_frozen_stages_only_send_forward() -> None:

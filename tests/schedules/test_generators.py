@@ -9,6 +9,7 @@ import pytest
 from golden import assert_golden, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proved import prove
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Op
@@ -20,7 +21,6 @@ from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size, both_ways
-from vpipe.testing.strategies import prove
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int | None = None,

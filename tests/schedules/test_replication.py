@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from proved import prove
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
@@ -26,7 +27,6 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, both_ways, widened
 from vpipe.testing import placements, ties
-from vpipe.testing.strategies import prove
 
 ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")
 STREAMS = ("pipedream", "2bw")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from proved import prove
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous, Order
@@ -19,7 +20,6 @@ from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.size import Layout
 from vpipe.testing import version_rule
-from vpipe.testing.strategies import prove
 
 
 @pytest.fixture(autouse=True)

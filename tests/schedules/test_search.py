@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proved import prove
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
@@ -21,7 +22,6 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import Timeline, simulate
 from vpipe.schedules.size import Layout, Placement, Size
-from vpipe.testing.strategies import prove
 
 V_OF_4 = Layout.ZIGZAG(4, 2)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from proved import prove
 from test_checker import moved, swapped
 
 from vpipe import Cut, Order
@@ -25,7 +26,6 @@ from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.testing.strategies import prove
 
 SLICED = [one.name for one in RegisteredSchedule.imported() if one.sliced]
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))  # ranks, microbatches, slices

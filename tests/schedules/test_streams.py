@@ -9,6 +9,7 @@ import pytest
 from golden import assert_golden, refusal
 from hypothesis import given
 from hypothesis import strategies as st
+from proved import prove
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
@@ -21,7 +22,6 @@ from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout, Size
-from vpipe.testing.strategies import prove
 
 STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
 

@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from proved import prove
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
@@ -22,7 +23,6 @@ from vpipe.schedules.size import Layout, Placement, widened
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
 from vpipe.schedules.versions import StreamVersions
 from vpipe.testing import orders
-from vpipe.testing.strategies import prove
 
 Transfer = tuple[Action, int, int]
 """The send, the rank that sends, the rank that receives; of a sum over replicas the action, -1 and the lane; of what

@@ -132,7 +132,9 @@ def test_fp16_is_what_torch_s_own_scaler_does(loss_scale: float | None) -> None:
 
 
 def test_a_scale_moves_between_its_ends() -> None:
-    scale = ReferenceLossScale(None, {"loss_scale.0.value": torch.tensor(2.0), "loss_scale.0.good": torch.tensor(9)})
+    scale = ReferenceLossScale.create(ReferencePrecision("fp16"), {
+        "loss_scale.0.value": torch.tensor(2.0), "loss_scale.0.good": torch.tensor(9)})
+    assert scale is not None
     assert (scale.value, scale.good) == (2.0, 9)
     for _ in range(3):
         scale.update(overflow=True)
@@ -141,6 +143,7 @@ def test_a_scale_moves_between_its_ends() -> None:
         scale.update(overflow=False)
     assert (scale.value, scale.good) == (MOST, 0)
     assert scale.checkpoint_tensors()["loss_scale.0.value"].dtype == torch.float64
-    fixed = ReferenceLossScale(1000.0, {})
+    fixed = ReferenceLossScale.create(ReferencePrecision("fp16", 1000.0), {})
+    assert fixed is not None
     fixed.update(overflow=True)
     assert (fixed.value, fixed.checkpoint_tensors()) == (1000.0, {})

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
-    from vpipe.testing.compression import CutCompression
     from vpipe.testing.differences import (
+        CutCompression,
         Difference,
         Reference,
         assert_equals_oracle,
@@ -36,9 +36,8 @@ __all__ = ["CutCompression", "Difference", "InitialState", "Reference", "Referen
 
 # Loaded when first asked for: strategies of schedules need no torch, and oracles no hypothesis.
 _FILES = {
-    "compression": ("CutCompression",),
-    "differences": ("Difference", "Reference", "assert_equals_oracle", "compare", "microbatches_of_step", "record",
-                    "record_ranks", "references"),
+    "differences": ("CutCompression", "Difference", "Reference", "assert_equals_oracle", "compare",
+                    "microbatches_of_step", "record", "record_ranks", "references"),
     "nccl": ("nccl_rules",),
     "reference": ("ReferenceRun", "asynchronous_oracle", "evaluate_oracle", "flush_oracle"),
     "reference_model": ("ReferencePrecision",),

@@ -186,8 +186,9 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision, recipe.device)
     sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn)
     layers = _CallInside(reference.layers)
-    stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
-                            start, {name: p.dtype for name, p in reference.parameters.items()},
+    stages = [StageVersions({name: p for name, p in reference.masters.items() if reference.stage_of[name] == s},
+                            recipe, update_every, width, width / reference.widths[0], start,
+                            {name: p.dtype for name, p in reference.parameters.items()},
                             0.0 if recipe.extrapolation is None else
                             mean_delay(version_of, s, reference.widths, update_every, known))
               for s, width in enumerate(reference.widths)]

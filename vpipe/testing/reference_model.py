@@ -55,7 +55,6 @@ class ReferencePrecision(Precision):
                 elif self.pure:
                     set_data(tensor, tensor.data.to(self.dtype))
 
-
     def fields(self, batch: Mapping[str, Tensor], exact: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the fields of a batch as layers read them, with bf16 layers rounded but for those named."""
         return {name: self._rounded(value) if self.pure and name not in exact else value
@@ -170,10 +169,6 @@ class ReferenceModel:
                 tensors |= {f"buffers.{replica}.{layer.name}.{name}": buffer.clone() for (name, _), buffer in
                             zip(module.named_buffers(), buffers, strict=True)}
         return tensors
-
-    def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer of a stage steps."""
-        return {name: p for name, p in self.masters.items() if self.stage_of[name] == stage}
 
     @torch.no_grad()
     def copy_masters(self) -> None:

@@ -100,31 +100,31 @@ GROWS_AFTER = 2000
 """Finite updates in a row after which the scale doubles."""
 
 
+@dataclass
 class ReferenceLossScale:
     """The factor of fp16 losses: halved by an update with a non-finite gradient, doubled after many without; or fixed.
 
     Source: Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2; the constants are those of
     ``torch.amp.GradScaler``, except that it grows to 2**24 at most.
 
-    Args:
-        fixed: the number; None for a dynamic scale.
-        tensors: of a checkpoint.
+    Attributes:
+        good: finite updates in a row; None where the scale is fixed.
     """
 
-    def __init__(self, fixed: float | None, tensors: Mapping[str, Tensor]) -> None:
-        self._dynamic = fixed is None
-        self.value, self.good = FIRST if fixed is None else fixed, 0
-        if self._dynamic and "loss_scale.0.value" in tensors:
-            self.value, self.good = float(tensors["loss_scale.0.value"]), int(tensors["loss_scale.0.good"])
+    value: float
+    good: int | None
 
     @classmethod
     def create(cls, precision: ReferencePrecision, tensors: Mapping[str, Tensor]) -> ReferenceLossScale | None:
-        """Create the scale of a precision; None where losses are not scaled."""
-        return cls(precision.loss_scale, tensors) if precision.scaled else None
+        """Create the scale of a precision, that of a checkpoint if it has one; None where losses are not scaled."""
+        if precision.loss_scale is not None:
+            return cls(precision.loss_scale, None)
+        return cls(float(tensors.get("loss_scale.0.value", FIRST)), int(tensors.get("loss_scale.0.good", 0))
+                   ) if precision.dynamic else None
 
     def update(self, overflow: bool) -> None:
         """Adjust the scale after an update that was made, or skipped because of an overflow."""
-        if not self._dynamic:
+        if self.good is None:
             return
         self.good = 0 if overflow else self.good + 1
         if overflow:
@@ -134,7 +134,7 @@ class ReferenceLossScale:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return value and count by their names in a checkpoint."""
-        return {} if not self._dynamic else {
+        return {} if self.good is None else {
             "loss_scale.0.value": torch.tensor(self.value, dtype=torch.float64),
             "loss_scale.0.good": torch.tensor(self.good)}
 

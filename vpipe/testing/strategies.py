@@ -1,20 +1,20 @@
-"""Strategies for hypothesis: placements, partitions, ties, schedules, orders of actions, plans; one proved schedule.
+"""Strategies for hypothesis: placements, partitions, ties, schedules, orders of actions, plans.
 
 Without hypothesis the import of this file is refused with the remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous, Order
-from vpipe.errors import CheckError, UserError
+from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import stages_of_rank
-from vpipe.schedules.builder import build, reverse_backwards
+from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
@@ -53,29 +53,6 @@ def ties(draw: st.DrawFn, stages: int, most: int = 2) -> dict[int, tuple[int, ..
             for owner in sorted(owners)}
 
 
-def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
-          ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
-          recompute: Collection[int] = (), last_first: bool = False, warmup: Sequence[int] | None = None,
-          zero1: bool = False, slices: int = 1) -> Schedule:
-    """Build, lower and check the schedule ``name``, before any process is started.
-
-    Args:
-        norm: exchange the norms of gradients before every step.
-        last_first: reverse the backwards with :func:`~vpipe.schedules.builder.reverse_backwards`.
-        warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
-        zero1: each replica of a stage steps a part of its parameters.
-        slices: of every microbatch.
-
-    Raises:
-        UserError: the numbers do not fit the schedule.
-        CheckError: the schedule breaks a rule.
-    """
-    schedule = build(name, placement, microbatches, update_every, ties, recompute, warmup=warmup, slices=slices)
-    schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm, zero1=zero1)
-    check(schedule)
-    return schedule
-
-
 @st.composite
 def schedules(draw: st.DrawFn, names: Sequence[str] = (), most_ranks: int = 8, most_microbatches: int = 24) -> Schedule:
     """Draw a schedule that passes the checker, transfers included: of any registered name, or one of ``names``.
@@ -89,13 +66,14 @@ def schedules(draw: st.DrawFn, names: Sequence[str] = (), most_ranks: int = 8, m
     numbers = draw(st.permutations(range(ranks)))
     placement = tuple(tuple(numbers[rank] for rank in held_by) for held_by in recipe.layout(ranks, recipe.chunks))
     for count in [microbatches, *(-(-microbatches // part) * part for part in (every, ranks, 2 * ranks) if part)]:
+        tied, norm = draw(ties(len(placement))), draw(st.booleans())
+        recomputed = draw(st.sets(st.integers(0, len(placement) - 1)))
         try:
-            return prove(recipe.name, placement, count, every, draw(ties(len(placement))), draw(st.booleans()),
-                         draw(st.sets(st.integers(0, len(placement) - 1))))
-        except CheckError:
-            raise
+            schedule = lower(build(recipe.name, placement, count, every, tied, recomputed), norm)
         except UserError:  # not of these numbers
             continue
+        check(schedule)
+        return schedule
     reject()
 
 
