@@ -33,7 +33,7 @@ from vpipe.model.model import Model
 from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, labelled
 from vpipe.runtime.collectives import LocalUsage, clock_offset, together
-from vpipe.runtime.engine import Engine, Pauses
+from vpipe.runtime.engine import Engine
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
@@ -43,6 +43,7 @@ from vpipe.runtime.stage_layers import NARROW
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.surroundings import Surroundings
+from vpipe.runtime.training import Pauses
 from vpipe.runtime.transport.process_group import is_idle
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.delays import mean_delay
@@ -265,7 +266,7 @@ class Pipeline:
         if not self._trained:
             self.engine.collectives.check_trained()
             self._trained = True
-        return self.engine.train(batches, updates, stop, next_pause)
+        return self.engine.training.train(batches, updates, stop, next_pause)
 
     def stop(self) -> None:
         """End training on every rank after the same update, the one that is under way or one soon after it.
@@ -274,7 +275,7 @@ class Pipeline:
         step with ``stop`` and ends, as if its caller had left the loop: without a flush microbatches are in flight.
         Where nothing is trained at the moment, the next training ends after its first update. The one after it goes on.
         """
-        self.engine.ask_stop()
+        self.engine.training.ask_stop()
 
     @together
     def drain(self) -> Sequence[Step]:
@@ -282,7 +283,7 @@ class Pipeline:
 
         Every rank must call it, after the same update. A :meth:`train` that goes on yields these, too.
         """
-        return self.engine.drain()
+        return self.engine.training.drain()
 
     @property
     def position(self) -> Position:
@@ -290,7 +291,7 @@ class Pipeline:
 
         An :meth:`evaluate`, :meth:`state_dict` or :meth:`save` is of the position that it leaves.
         """
-        return self.engine.reached()
+        return self.engine.training.reached()
 
     @overload
     def evaluate(self, batches: Iterable[Batch], *, averaged: bool = False) -> float: ...
@@ -524,7 +525,7 @@ class Pipeline:
             UserError: the position does not fit, training has begun, or tensors are missing.
         """
         with self.engine.collectives.problems_of_all():
-            self.engine.check_restorable(position)
+            self.engine.training.check_restorable(position)
             found = tensors(self.engine.wants)
         return self.engine.restore(position, found)
 

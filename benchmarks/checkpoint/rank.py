@@ -135,12 +135,12 @@ def streams(turns: int) -> list[tuple[float, float]]:
     def stream_s(drains: bool) -> float:
         dist.barrier()
         began = time.perf_counter()
-        at = pipe.engine.position.steps
+        at = pipe.engine.training.position.steps
         ends = [*range(at + DRAINS_EVERY, at + STREAM, DRAINS_EVERY)] if drains else []
-        for step in pipe.engine.train(islice(data, STREAM // MICROBATCHES),
+        for step in pipe.engine.training.train(islice(data, STREAM // MICROBATCHES),
                                       pauses=lambda done: next((end for end in ends if end > done), None)):
             if step.index + 1 in ends:
-                pipe.engine.drain()
+                pipe.engine.training.drain()
         return time.perf_counter() - began
 
     stream_s(drains=True)

@@ -102,7 +102,7 @@ def done(setting: Setting, model: Model, case: Case, cut: Sequence[int], profile
     mine = spent.user + spent.system - ours.user - ours.system
     wall, busy = perf_counter() - started, busy_s() - busy
     notes = recorder.pop_records()
-    pipe.engine.drain()
+    pipe.engine.training.drain()
     shared: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(shared, {"cpu_s": mine, "held": held(recorder, [*warm, *notes]),
                                     "ops": {key: median(values) for key, values in seconds_by_op.items()}})

@@ -319,7 +319,7 @@ def check_saved_while_training_goes_on() -> None:
         steps = list(pipe.train(batches[:2]))
         copies = HostBuffer().copy(pipe.engine.checkpoint_state())
         written = {name: tensor.clone() for name, tensor in copies.items()}  # as by the thread that writes
-        position = pipe.engine.position
+        position = pipe.engine.training.position
         steps += pipe.train(batches[2:])
         resumed = pipeline_of(untied_model, **words)
         resumed.engine.restore(position, copies)

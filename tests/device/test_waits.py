@@ -29,7 +29,7 @@ TRANSFERS: Mapping[str, Mapping[str, bool] | None] = {
 """Waits for transfers, and the rules by which they show: those of nccl, or None for gloo."""
 ELSEWHERE = "accelerator.py clock_of.synchronised: synchronize(device)"
 """A wait that training does without."""
-AT_THE_END = "runtime/engine.py Engine._end_batches: accelerator.current_stream(device).synchronize()"
+AT_THE_END = "runtime/loaders.py Loaders.end: accelerator.current_stream(self._device).synchronize()"
 
 slowly = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(300)]
 

@@ -94,8 +94,8 @@ class Case:
         return pipeline_of(model, **words)
 
     def note(self) -> None:
-        if self.pipe.engine._stream is None:
-            self.drained.add(self.pipe.engine.position.microbatches)
+        if self.pipe.engine.training._stream is None:
+            self.drained.add(self.pipe.engine.training.position.microbatches)
 
     def act(self, moment: str, features: Sequence[Feature]) -> None:
         self.moment = moment

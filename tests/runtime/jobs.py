@@ -174,7 +174,7 @@ def stopped(*, schedule: str, after: int) -> list[list[Any]]:
         return next(asked) > after
 
     steps = []
-    for step in pipe.engine.train(rich_batches(12, 4), stop=stop):
+    for step in pipe.engine.training.train(rich_batches(12, 4), stop=stop):
         steps.append([step.index, step.loss, step.stop])
         if step.stop:
             break
@@ -197,7 +197,7 @@ def stopped_by_rank(*, rank: int) -> list[list[Any]]:
 def limited(*, updates: int) -> dict[str, Any]:
     """An asynchronous run that ends after so many updates, in the middle of a batch."""
     pipe = pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=4)
-    losses = [step.loss for step in pipe.engine.train(rich_batches(9, 8), updates=updates)]
+    losses = [step.loss for step in pipe.engine.training.train(rich_batches(9, 8), updates=updates)]
     return {"losses": losses, "state": fingerprint(pipe.state_dict())}
 
 

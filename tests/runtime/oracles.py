@@ -101,7 +101,7 @@ def averages_of(run: ReferenceRun, begin: Mapping[str, Tensor], decay: float) ->
 def saved(pipe: Pipeline) -> tuple[Position, dict[str, Tensor]]:
     """As a checkpoint holds it: training goes on in other memory."""
     tensors = {name: tensor.clone() for name, tensor in pipe.engine.checkpoint_state().items()}  # drains
-    return pipe.engine.position, tensors
+    return pipe.engine.training.position, tensors
 
 
 def assert_same_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -138,7 +138,7 @@ def equals_its_oracle(model: Build | Model, batches: Batches, *more: Batches,
     steps, drained_at = list(pipe.train(batches)), []
     assert list(pipe.train([])) == []  # and changes nothing: the state is looked at after it
     for part in more:
-        drained_at.append(pipe.engine.position.microbatches)
+        drained_at.append(pipe.engine.training.position.microbatches)
         pipe.evaluate(batches[:1])
         steps += pipe.train(part)
     every = [*batches, *(batch for part in more for batch in part)]

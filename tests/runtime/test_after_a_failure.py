@@ -116,9 +116,9 @@ def test_a_stream_that_fails_before_its_first_step_has_not_been(schedule: str, t
     breaker.arm("forward", 1)
     with pytest.raises(RunError, match="broken"):
         train(pipe, batches[trained:])
-    assert pipe.engine.position == whole.engine.position
+    assert pipe.engine.training.position == whole.engine.training.position
     pipe.save(tmp_path / "saved")
-    assert pipe.engine.position == whole.engine.position
+    assert pipe.engine.training.position == whole.engine.training.position
     assert train(pipe, batches[trained:]) == train(whole, batches[trained:])
     assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
 
@@ -184,7 +184,7 @@ def test_batches_read_before_an_error_are_trained_on(arguments: dict[str, Any]) 
     with pytest.raises(OSError, match="the disk is gone"):
         next(made)
     assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
-    assert pipe.engine.position == whole.engine.position
+    assert pipe.engine.training.position == whole.engine.training.position
     with pytest.raises(UserError, match="a batch of 6 samples cannot be cut into 4 equal microbatches"):
         train(pipe, [batches[3], *rich_batches(1, 6)])
     train(whole, batches[3:])
@@ -197,7 +197,7 @@ def test_an_error_found_while_draining_comes_when_training_goes_on() -> None:
     for _ in range(6):
         next(steps)
     assert len(pipe.state_dict()) > 0
-    assert pipe.engine.position.microbatches == 8
+    assert pipe.engine.training.position.microbatches == 8
     assert [step.index for step in (next(steps), next(steps))] == [6, 7]
     with pytest.raises(OSError, match="the disk is gone"):
         next(steps)

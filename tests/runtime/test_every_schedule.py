@@ -169,7 +169,7 @@ def test_evaluation_and_changes_within_a_batch_of_an_asynchronous_file_come_at_i
         for step in pipe.train(batches):
             losses.append(step.loss)
             if evaluate and step.index == 1:
-                assert [made.index for made in pipe.engine.drain()] == [2, 3]
+                assert [made.index for made in pipe.engine.training.drain()] == [2, 3]
                 pipe.evaluate(batches)
                 with torch.no_grad():
                     pipe.engine.local_stages[0].weights.leaves()[0].mul_(1)
@@ -190,4 +190,4 @@ def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path
     file = tmp_path / "stream.csv"
     file.write_text(build("pipedream", Layout.LOOP(2), 4).to_csv())
     pipe, batches = pipeline_of(rich_model, schedule=str(file), partition=[3, 5]), rich_batches(3, 4)
-    assert_same(pipe, list(pipe.engine.train(batches, updates=6)), oracle_of(pipe, batches[:2]))
+    assert_same(pipe, list(pipe.engine.training.train(batches, updates=6)), oracle_of(pipe, batches[:2]))

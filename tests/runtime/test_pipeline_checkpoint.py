@@ -34,12 +34,13 @@ def stretch(*, folder: str | None, into: str, steps: int, batches: int, cadence:
     if folder is not None:
         begin = pipe.load(folder).microbatches // pipe.microbatches
     made: list[list[Any]] = []
-    for step in pipe.engine.train(data[begin:], pauses=lambda before: cadence and (before // cadence + 1) * cadence):
+    for step in pipe.engine.training.train(
+            data[begin:], pauses=lambda before: cadence and (before // cadence + 1) * cadence):
         made.append([step.index, step.loss, step.gradient_norm])
         if len(made) == steps:
             break
     pipe.save(into)
-    position = pipe.engine.position
+    position = pipe.engine.training.position
     return {"steps": made, "state": jobs.fingerprint(pipe.state_dict()), "samples": position.samples,
             "position": [position.steps, position.microbatches, position.begun]}
 

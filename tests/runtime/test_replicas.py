@@ -122,7 +122,7 @@ def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int
     for step in pipe.train(batches):
         steps.append(step)
         if step.index in (2, 7):
-            drained_at.append(min(4 * len(batches), per_step * (step.index + 1 + len(pipe.engine.drain()))))
+            drained_at.append(min(4 * len(batches), per_step * (step.index + 1 + len(pipe.engine.training.drain()))))
             pipe.evaluate(batches[:1])
     assert 3 * per_step < drained_at[0] <= 8 * per_step < drained_at[1]
     assert_same(pipe, steps, oracle_of(pipe, batches, drained_at=drained_at))
@@ -130,7 +130,7 @@ def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int
 
 def test_a_stream_ends_after_the_steps_asked_for() -> None:
     pipe, batches = pipeline_of(rich_model, **arranged(8, [2, 1], "pipedream", 4)), rich_batches(9, 4)
-    steps = list(pipe.engine.train(batches, updates=5))
+    steps = list(pipe.engine.training.train(batches, updates=5))
     ten = {name: torch.cat([batch[name] for batch in batches])[:10] for name in batches[0]}
     assert_same(pipe, steps, oracle_of(pipe, [ten], microbatches=10))
 

@@ -114,7 +114,7 @@ def unseeded() -> tuple[list[str], list[float]]:
             use(batches)
         except UserError as error:
             texts.append(str(error))
-    pipe.engine.restore(seeded.engine.position, shared(seeded))
+    pipe.engine.restore(seeded.engine.training.position, shared(seeded))
     return texts, [step.loss for step in pipe.train(batches)]
 
 

@@ -104,7 +104,7 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
         if start.tensors:
             pipe.engine.restore(Position(start.steps, start.microbatches), start.tensors)
         losses, left = [], pauses * cadence
-        for step in pipe.engine.train(batches[start.microbatches // MICROBATCHES:],
+        for step in pipe.engine.training.train(batches[start.microbatches // MICROBATCHES:],
                                       pauses=lambda done, more=cadence: done + more):
             losses.append(step.loss)
             left -= 1
@@ -121,11 +121,11 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
 
 def test_leaving_off_before_a_pause_drains_no_further_than_that() -> None:
     pipe = pipeline(rich_model(), schedule="pipedream")
-    for step in pipe.engine.train(rich_batches(6, 8), pauses=every(7)):
+    for step in pipe.engine.training.train(rich_batches(6, 8), pauses=every(7)):
         if step.index == 4:
             break
-    assert [step.index for step in pipe.engine.drain()] == [5, 6]
-    assert pipe.engine.position == Position(7, 7, 3, 14)
+    assert [step.index for step in pipe.engine.training.drain()] == [5, 6]
+    assert pipe.engine.training.position == Position(7, 7, 3, 14)
 
 
 def test_a_pause_may_be_named_while_the_pipeline_is_full_where_no_rank_can_have_begun_what_follows() -> None:

@@ -353,7 +353,7 @@ def test_without_a_flush_a_change_while_it_is_full_is_refused_and_counts_when_it
         "error: a parameter group of an optimizer was changed after step 4, while 'pipedream' has microbatches in "
         "flight\nhint: change it in the body of the loop, without a flush after drain() or at a pause; "
         "give learning rates as learning_rate_factor=lambda step: ...")
-    steps += pipe.engine.drain()
+    steps += pipe.engine.training.drain()
     assert [step.learning_rate for step in steps] == [0.1] * len(steps)
     how = TrainingRecipe(lambda named: SGD(named.values(), lr=0.1, momentum=0.9), 4, 2)
     expected = asynchronous_oracle(rich_model(), batches[:3], how, pipe.partition)

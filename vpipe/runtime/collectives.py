@@ -26,8 +26,8 @@ from torch import Tensor
 from vpipe.checkpoint.manifest import View
 from vpipe.description.cut import StageSpec
 from vpipe.description.description import Description
+from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange, limit_groups
-from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.value_exchange import DOING, Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
@@ -134,8 +134,8 @@ def together(method: Method) -> Method:
     @wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         engine = getattr(self, "engine", None) or self._engine
-        if engine.collectives.job.ranks > 1 or engine._interpreter.running:
-            engine.check_outside()
+        training = engine.training
+        training.check_outside()
         if engine.collectives.job.ranks == 1:
             return method(self, *arguments, **keywords)
         limit_groups(engine.collectives.timeout_s)
@@ -144,7 +144,7 @@ def together(method: Method) -> Method:
                          if name not in _OF_RANK and value is not parameters.parameters[name].default
                          and (text := _compared(value)))
         # What is in flight may need what a rank does next: such calls drain first, and draining ends with an exchange.
-        with engine.collectives.job.call(f"{name}({said})", at_once=engine.reached() is engine.position):
+        with engine.collectives.job.call(f"{name}({said})", at_once=training.reached() is training.position):
             try:
                 return method(self, *arguments, **keywords)
             except RuntimeError as error:
@@ -168,25 +168,28 @@ class Collectives:
 
     Args:
         specs: of all stages.
-        lanes: of the job.
+        world: the processes of the job.
         timeout_s: how long one transfer may take.
         zero1: whether each replica of a stage steps a part of its parameters.
 
     Attributes:
         exchange: of values between the processes of the pipeline.
         job: of values between those of all lanes.
+        beside: of values between those with the same place in all lanes.
+        lanes: of the job.
         timeout_s: how long a wait may take.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
-                 lanes: Lanes, timeout_s: float, zero1: bool = False) -> None:
+                 world: DeviceMap, timeout_s: float, zero1: bool = False) -> None:
         self._zero1, self._compares = zero1, False
         self._workers, self._specs, self._placement = workers, specs, placement
-        self._lanes, self._lane, self.timeout_s = lanes, lanes.own, timeout_s
+        self.lanes, self._lane, self.timeout_s = (lanes := world.lanes), lanes.own, timeout_s
         if watch.watchdog is not None:
             watch.watchdog.describe = partial(describe_rank, placement, lanes=lanes.ranks)
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
         self.exchange = self.job if lanes.count == 1 else self.job.only(lanes.own)
+        self.beside = exchange("lanes", timeout_s, lanes.beside(lanes.own.index(world.rank)))
 
     def state(self, view: View) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
@@ -212,7 +215,7 @@ class Collectives:
         Args:
             tensors: by rank of the last stage in this process.
         """
-        lanes = [self._lanes.ranks[lane] for lane in self._lanes.averaged]
+        lanes = [self.lanes.ranks[lane] for lane in self.lanes.averaged]
         among = [rank for lane in lanes for rank in lane]
         if len(among) == 1:
             return [dict(tensors[rank]) for rank in self._placement[-1]]
@@ -223,6 +226,13 @@ class Collectives:
     def _is_parted(self, ranks: Sequence[int]) -> bool:
         """Return whether the replicas on these ranks each step a part of their stage."""
         return self._zero1 and len(ranks) > 1
+
+    def over_lanes(self, numbers: list[float]) -> list[float]:
+        """Return the sums of numbers over the lanes that read batches of their own."""
+        if len(self.lanes.averaged) == 1:
+            return numbers
+        of_all = self.beside.all_gather(numbers)
+        return [sum(each) for each in zip(*(of_all[lane] for lane in self.lanes.averaged), strict=True)]
 
     def problems_of_all(self) -> AbstractContextManager[None]:
         """Raise on all ranks what fails on one, before any goes on."""
@@ -274,7 +284,7 @@ class Collectives:
         foreign = sorted(schedule.meaning(kind) for kind in schedule.kinds if not kind.is_own)
         parts = (description.update, description.transfers, description.execution, description)
         version = next((each.version for each in distributions(name="vpipe")), "not installed")
-        mine = {"the version of vpipe": version, "the mesh": self._lanes,
+        mine = {"the version of vpipe": version, "the mesh": self.lanes,
                 "the kinds of actions of packages": ", ".join(foreign) or "none",
                 **{name: value for part in parts for name, value in vars(part).items() if name not in _OF_RANK},
                 "batch": model.batch, "labels": model.labels, **{f"layer '{each.name}'": each for each in model.layers},
@@ -310,10 +320,10 @@ class Collectives:
         if before is not None:
             here = {rank: {stage: usage.since(before[rank][stage]) for stage, usage in stages.items()}
                     for rank, stages in here.items()}
-        found = self.job.united({f"{self._lanes.number} {stage} {rank}": asdict(usage) for rank, stages in here.items()
+        found = self.job.united({f"{self.lanes.number} {stage} {rank}": asdict(usage) for rank, stages in here.items()
                                  for stage, usage in stages.items()})
         return [StageUsage(**found[f"{lane} {stage} {rank}"]) for stage, ranks in enumerate(self._placement)
-                for rank in ranks for lane in range(self._lanes.count)]
+                for rank in ranks for lane in range(self.lanes.count)]
 
     def frozen_ties(self, built: Mapping[int, Mapping[int, Stage]]) -> set[str]:
         """Return the parameters that are tied to those of other stages and not trained, by their owners' names.
@@ -374,7 +384,7 @@ class Collectives:
                                 "an optimizer that draws random numbers outside torch, or for ranks with different "
                                 f"libraries{self._in_lanes}", rank=rank, stage=stage)
 
-    def check_lanes(self, beside: Exchange) -> None:
+    def check_lanes(self) -> None:
         """Compare the weights that this process steps with those of the ranks with the same place in other lanes.
 
         Of the newest version it may not have received yet what another replica steps.
@@ -385,7 +395,7 @@ class Collectives:
         held = {f"{stage} {name} {shard_of(value)}": _checksum(value) for worker in self._workers.values()
                 for stage, here in worker.stages.items() for name, value in _weights(here) if here.weights.owns(name)}
         first: dict[str, tuple[int, str]] = {}
-        for lane, theirs in enumerate(beside.all_gather(held)):
+        for lane, theirs in enumerate(self.beside.all_gather(held)):
             for key, found in theirs.items():
                 other, expected = first.setdefault(key, (lane, found))
                 if found != expected:
@@ -408,7 +418,7 @@ class Collectives:
 
     @property
     def _in_lanes(self) -> str:
-        return "" if self._lanes.count == 1 else (
+        return "" if self.lanes.count == 1 else (
             "; so do lanes: give them parts of a tensor as a DTensor, by parallelize_module or distribute_tensor")
 
     def _differences(self, tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]
@@ -417,16 +427,16 @@ class Collectives:
 
         Lanes hold the same, but of a DTensor each its shard.
         """
-        compared = [stage for stage, ranks in enumerate(self._placement) if len(ranks) * self._lanes.count > 1]
+        compared = [stage for stage, ranks in enumerate(self._placement) if len(ranks) * self.lanes.count > 1]
         if not compared:
             return
         sums = self.job.united({
-            f"{self._lanes.number} {stage} {rank}": {f"{name} {shard_of(value)}": _checksum(value)
+            f"{self.lanes.number} {stage} {rank}": {f"{name} {shard_of(value)}": _checksum(value)
                                                      for name, value in tensors(here)}
             for rank, worker in self._workers.items() for stage, here in worker.stages.items() if stage in compared})
         for stage in compared:
             first: dict[str, tuple[int, str]] = {}
-            for lane, own in enumerate(self._lanes.ranks):
+            for lane, own in enumerate(self.lanes.ranks):
                 for rank in self._placement[stage]:
                     holder = rank if self.job.ranks == 1 else own[rank % len(own)]
                     for name, found in sums[f"{lane} {stage} {rank}"].items():

@@ -11,10 +11,11 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
 
+from vpipe.distributed.fault import Fault
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Segment
-from vpipe.runtime.stage import Stage
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
@@ -158,18 +159,21 @@ class Interpreter:
         results: sends losses as soon as they are computed.
         schedule: the lowered one.
         interrupts: of the user; one that waits is raised between two actions, while a batch can still be given up.
+        job: the exchange between all processes.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
 
     Attributes:
+        stages: of this process.
         broken: whether a segment failed: the stages may be at different versions; ``why``: what failed, and what was
             last whole.
         stepped: whether weights may have changed in the latest segment.
     """
 
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, schedule: Schedule,
-                 interrupts: Interrupts, distributed: bool) -> None:
-        self._workers, self._results, self._distributed = workers, results, distributed
-        self._setting, self._interrupts = schedule.setting, interrupts
+                 interrupts: Interrupts, job: Exchange, distributed: bool) -> None:
+        self.workers, self.results, self.interrupts = workers, results, interrupts
+        self.stages = [stage for worker in workers.values() for stage in worker.stages.values()]
+        self._setting, self._job, self._distributed = schedule.setting, job, distributed
         self.broken = self.stepped = False
         self._batch: tuple[int, int] | None = None
         for worker in workers.values():
@@ -182,11 +186,11 @@ class Interpreter:
         stage of this process has made all its updates."""
         self.stepped, self._batch, self.why = False, batch, None
         keep = segment.training and (batch is not None or not self._distributed)
-        self._put_back = [stage.kept_state() for stage in self._stages if keep and stage.forwards_change_state]
-        programs = {rank: program_of(rank) for rank in self._workers}
-        for rank, worker in self._workers.items():
+        self._put_back = [stage.kept_state() for stage in self.stages if keep and stage.forwards_change_state]
+        programs = {rank: program_of(rank) for rank in self.workers}
+        for rank, worker in self.workers.items():
             worker.begin(segment, programs[rank].tied_version_of, programs[rank].is_split, batch)
-        assignment, here = segment.assignment, sum(len(worker.stages) for worker in self._workers.values())
+        assignment, here = segment.assignment, sum(len(worker.stages) for worker in self.workers.values())
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self.broken = True  # until the end is reached
@@ -204,12 +208,12 @@ class Interpreter:
                         del made[done]
                         done += 1
                 else:
-                    self._results.send(segment, 0, rank)
+                    self.results.send(segment, 0, rank)
             if segment.training:
                 with self._stepping(lambda: bool):
                     pass
             if not segment.training or self.stepped:
-                for worker in self._workers.values():
+                for worker in self.workers.values():
                     worker.end()
                 if segment.training:
                     self.hand_out_weights()
@@ -226,9 +230,9 @@ class Interpreter:
 
         With a flush the ranks of one process step when all can: an error before that leaves the weights unchanged.
         """
-        step_together, last_forwards = segment.assignment.flush and not self._distributed, self._results.last_forwards
+        step_together, last_forwards = segment.assignment.flush and not self._distributed, self.results.last_forwards
         # What tells whether an action can be executed, where all ranks are in this process.
-        interrupts, flow = self._interrupts, None if self._distributed else Flow(replace(
+        interrupts, flow = self.interrupts, None if self._distributed else Flow(replace(
             self._setting, assignment=segment.assignment,
             tied_version_of=next(iter(rank_programs.values())).tied_version_of))
         programs = {rank: program.actions for rank, program in rank_programs.items()}
@@ -236,7 +240,7 @@ class Interpreter:
         while heads:
             moved = False
             for rank in list(heads):
-                execute, program = self._workers[rank].execute, programs[rank]
+                execute, program = self.workers[rank].execute, programs[rank]
                 action: Action | None = heads.pop(rank)
                 while action is not None and (flow is None or action.op.transfer is not None
                                                   or flow.missing(action, rank) is None):
@@ -305,7 +309,7 @@ class Interpreter:
         """Undo a segment in which no stage has stepped on any rank, and nothing is under way to another."""
         for put_back in self._put_back:
             put_back()
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             worker.abandon()
         self.hand_out_weights()
         self.broken = False
@@ -313,9 +317,35 @@ class Interpreter:
     def take_back_weights(self, between_batches: bool = False, checked: bool = True) -> None:
         """Compute with what a script has made of the weights, on every stage that has a copy of them. Every rank must
         call it, while nothing is in flight; ``between_batches`` of one call the transfers count."""
-        for stage in self._stages if checked else ():
+        for stage in self.stages if checked else ():
             stage.weights.take_back()
         self._exchange_weights(counted=between_batches)
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Compute meanwhile with what the script has made of the weights; every rank enters, with nothing in flight."""
+        self.check_whole()
+        with self._job.whole():
+            self.check_weights()
+        self.take_back_weights()
+        try:
+            yield
+        finally:
+            self.hand_out_weights()
+
+    def raise_held(self) -> None:
+        """Raise on every rank what a layer or function of the user's raised first on any of them."""
+        held = {worker.held[:2]: worker.held[2] for worker in self.workers.values() if worker.held is not None}
+        for worker in self.workers.values():
+            worker.held = None
+        first = min((tuple(place) for own in self._job.all_gather(list(held)) for place in own), default=())
+        try:
+            self._job.begin(None, error=held.pop(first, None))()
+        except RunError as error:
+            if error.peer is None or (watchdog := watch.watchdog) is None:
+                raise
+            fault = Fault((error.peer,), error.what.removeprefix(f"rank {error.peer} "), error.hint, reported=True)
+            raise watchdog.error(fault, f"{watchdog.place(watchdog.rank)} was left as it was") from None
 
     def check_whole(self) -> None:
         """Refuse a pipeline of which a call has changed a part."""
@@ -325,27 +355,23 @@ class Interpreter:
 
     def check_weights(self) -> None:
         """Refuse what a script has made of the weights where stages cannot compute with it, before any does."""
-        for stage in self._stages:
+        for stage in self.stages:
             stage.check_not_wrapped()
             for weights in stage.all_weights:
                 weights.check_handed_out()
 
     def hand_out_weights(self) -> None:
         """Let a script see and change the weights. In one process it also sees what is to be exchanged."""
-        for stage in self._stages:
+        for stage in self.stages:
             stage.weights.hand_out()
         if not self._distributed:
             self._exchange_weights(counted=False)
-        for stage in self._stages:
+        for stage in self.stages:
             stage.use_latest()
-
-    @property
-    def _stages(self) -> list[Stage]:
-        return [stage for worker in self._workers.values() for stage in worker.stages.values()]
 
     def _exchange_weights(self, counted: bool) -> None:
         """Send what a replica steps to the others of its stage, then tied weights to every stage that borrows them."""
-        workers = self._workers.values()
+        workers = self.workers.values()
         with ExitStack() as stack:
             for worker in () if counted else workers:
                 stack.enter_context(worker.uncounted())
@@ -362,7 +388,7 @@ class Interpreter:
 
     def finish(self) -> None:
         """Wait until all sends have arrived: then this process may end."""
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             worker.transport.finish()
 
 

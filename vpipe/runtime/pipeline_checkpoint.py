@@ -47,7 +47,7 @@ class PipelineCheckpoint:
         with watch.activity.during("saving a checkpoint"), self._engine.collectives.problems_of_all():
             tensors = self._engine.checkpoint_state()
             check_dtypes(tensors)
-        position = self._engine.position
+        position = self._engine.training.position
         about = Manifest(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                          arrangement={**arrangement, **self._optimizers()})
         with watch.activity.during("saving a checkpoint"):
@@ -65,7 +65,7 @@ class PipelineCheckpoint:
             manifest.check_compatible(model, "load it into a pipeline of the model that saved it")
             self._check_run(manifest)
             position = manifest.position(self._batch)
-            self._engine.check_restorable(position)
+            self._engine.training.check_restorable(position)
             tensors = Checkpoint(folder, manifest).tensors(filter(self._engine.wants, manifest.tensors),
                                                            resume_hint=_load_call)
         warning = self._engine.restore(position, tensors)
@@ -137,7 +137,7 @@ class ShardedState:
         into.
         """
         here = self._engine.tensors_here()
-        position, optimizer = self._engine.position, dict[str, Any]()
+        position, optimizer = self._engine.training.position, dict[str, Any]()
         # Also without a step of its own a pipeline may have the state that a plain model saved.
         there = any(self._engine.collectives.job.all_gather(any(name.startswith("optim.") for name in here)))
         for worker in self._engine.workers.values():

@@ -1,0 +1,116 @@
+"""Evaluate: run batches forward through all stages, with the weights that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from math import inf
+from operator import gt
+
+from torch import Tensor
+
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.action_recorder import Recorder
+from vpipe.runtime.batch_comparison import SAME_BATCHES
+from vpipe.runtime.collectives import Collectives
+from vpipe.runtime.interpreter import Interpreter, RankPrograms
+from vpipe.runtime.loaders import Loaders
+from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
+from vpipe.runtime.outputs import Outputs, interleaved, joined
+from vpipe.runtime.step_results import read_at_once
+from vpipe.runtime.surroundings import Surroundings
+from vpipe.schedules.assignment import Assignment
+
+
+class Evaluation:
+    """Evaluate while nothing is in flight.
+
+    Args:
+        assignment: of training.
+        microbatches: of a batch, at most.
+    """
+
+    def __init__(self, interpreter: Interpreter, programs: RankPrograms, collectives: Collectives, loaders: Loaders,
+                 assignment: Assignment, microbatches: int, surroundings: Surroundings) -> None:
+        self._interpreter, self._programs, self._collectives, self._loaders = (
+            interpreter, programs, collectives, loaders)
+        self._assignment, self._placement, self._microbatches = assignment, assignment.placement, microbatches
+        self._surroundings, self._workers, lanes = surroundings, interpreter.workers, collectives.lanes
+        self._holds = lanes.count == 1 < len(lanes.own)  # lanes wait for one another within a layer
+
+    def run(self, batches: Iterator[Batch], wanted: Outputs | None,
+            recorders: Iterable[Recorder]) -> tuple[float, dict[str, Tensor]]:
+        """Return the mean loss over samples, or labels if the model says so, and the outputs that are wanted.
+
+        See :meth:`vpipe.Pipeline.evaluate`.
+        """
+        losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self._workers}
+        weights: list[float] = []  # of the labels, where the last stage is
+        samples: list[int] = []
+        # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
+        # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
+        most = (-(-2 * len(self._placement) // self._microbatches) * len(self._placement[-1])
+                * self._microbatches)
+        loader, first = self._loaders.make(batches, most, self._surroundings.calling(next), training=False), 0
+        with self._interpreter.interrupts, self._interpreter.taken_back(), ExitStack() as stack:
+            for worker in self._workers.values():
+                stack.enter_context(worker.evaluating(wanted, self._holds))
+            for recorder in recorders:
+                stack.enter_context(recorder.evaluating())
+            stack.enter_context(self._collectives.first_buffers())
+            read = self._read_ahead(loader, first + most)
+            while (end := read()) > first:
+                read = self._read_ahead(loader, end + most)  # what all have read, none waits for
+                assignment = Assignment(self._placement, end - first, True, partial(gt, end - first))
+                if loader.labels is not None:
+                    weights += [loader.counts.pop(number)[0] for number in range(first, end)]
+                segment = Segment(loader, first, 0, 0, assignment, training=False,
+                                  autocast=self._surroundings.autocast)
+                for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
+                    pass
+                for worker in self._workers.values():
+                    worker.drop_checksums(range(end - first))
+                for rank, own in losses.items():
+                    new = self._workers[rank].losses
+                    own += read_at_once([new.pop(number) for number in sorted(new)])
+                samples += [loader.samples(i, i + 1) for i in range(first, end)]
+                first = end
+            self._loaders.end(loader)
+            self._interpreter.raise_held()
+        if not samples:
+            raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
+        results, exchange = self._interpreter.results, self._collectives.exchange
+        in_order = results.gather(losses, range(len(samples)), replace(self._assignment, slices=1), exchange)
+        weights = list(samples) if self._loaders.labels is None else exchange.from_rank(weights, self._placement[-1][0])
+        # The loss of a microbatch without a label may be NaN: it does not count.
+        total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True) if size), sum(weights)
+        self._interpreter.finish()
+        return results.over_lanes(total, weight), {} if wanted is None else self._outputs(samples)
+
+    def _read_ahead(self, loader: MicrobatchLoader, end: int) -> Callable[[], int]:
+        """Read what an evaluation runs next; return a function that returns its end when all ranks have. A batch that
+        one cannot read, or lacks, is refused on all of them before anything is under way."""
+        end = end if loader.has(end - 1) else loader.total
+        held = any(worker.held is not None for worker in self._workers.values())
+        told = self._collectives.job.begin([loader.batches_read if loader.ended else inf, held], error=loader.error)
+
+        def wait() -> int:
+            ends, holds = zip(*told(), strict=True)
+            if (fewest := min(ends)) < max(ends):
+                raise RunError(f"batches differ between ranks: there are {fewest} on rank {ends.index(fewest)} and "
+                               f"more on rank {ends.index(max(ends))}", hint=SAME_BATCHES)
+            if any(holds):
+                self._interpreter.raise_held()
+            return end
+        return wait
+
+    def _outputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        """Return the outputs of an evaluation that is done, on every rank; ``samples``: of its microbatches."""
+        kept = {rank: self._workers[rank].outputs for rank in self._placement[-1] if rank in self._workers}
+        parts = self._collectives.of_last_stage({
+            rank: joined([own[number] for number in sorted(own)]) for rank, own in kept.items()})
+        for own in kept.values():
+            own.clear()
+        return interleaved(parts, samples) if len(self._placement[-1]) > 1 else joined(parts)

@@ -1,0 +1,109 @@
+"""Make the loaders of microbatches for the stages of a process, learn how much labels count, and end the loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from vpipe import accelerator
+from vpipe.description.description import Description
+from vpipe.distributed.device import DeviceMap
+from vpipe.model.model import Model
+from vpipe.runtime.batch_comparison import LaneComparison
+from vpipe.runtime.collectives import Collectives
+from vpipe.runtime.label_weights import CLASSES_ALIKE, ClassWeights, LossCheck, Weigh
+from vpipe.runtime.microbatches import Batch, MicrobatchLoader
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.worker import Worker
+from vpipe.schedules.schedule import Schedule
+
+
+class Loaders:
+    """Make loaders, for training and for evaluations.
+
+    Args:
+        workers: of this process, by rank, once they are built.
+
+    Attributes:
+        labels: the field by whose labels an evaluation counts microbatches; None where these count by their samples.
+
+    Raises:
+        UserError: labels are to count in training, but the model names none.
+    """
+
+    def __init__(self, model: Model, schedule: Schedule, description: Description, world: DeviceMap,
+                 workers: Mapping[int, Worker], collectives: Collectives) -> None:
+        self._model, self._schedule, self._workers, self._collectives = model, schedule, workers, collectives
+        self._microbatches, self._device = description.microbatches, world.own
+        self._counted, self.labels = description.update.counted_labels(model.labels), model.labels
+        self._losses_checked = set[bool]()
+        self._lanes = None if world.lanes.count == 1 else LaneComparison(collectives.beside, model.batch,
+                                                                         world.lanes.alike).compare
+
+    def make(self, batches: Iterator[Batch], period: int | None, read: Callable[..., Any], begun: int = 0,
+             training: bool = True) -> MicrobatchLoader:
+        """Return a loader of the microbatches that this process uses.
+
+        Args:
+            period: after how many microbatches they are divided among replicas from the first one on, if ever.
+            read: calls ``next`` of the batches.
+            begun: how many of the first batch are left out.
+            training: all microbatches of a batch must have the same size, and are cut into slices.
+        """
+        here = [(stage, rank) for rank, worker in self._workers.items() for stage in worker.stages]
+        slices = self._schedule.slices if training else 1
+        assignment = replace(self._schedule.assignment, slices=slices)
+
+        def uses(microbatch: int) -> int:
+            number = microbatch - begun if period is None else microbatch % period
+            return 0 if number < 0 else sum(assignment.rank_of(stage, number) == rank for stage, rank in here)
+
+        used = {name for stage in self._stages for name in stage.spec.fields}
+        counted = self._counted if training and slices == 1 else self.labels
+        weigh = CLASSES_ALIKE if counted is None else self._weigh(counted, training)
+        if not training and self._last_stage not in (stage for stage, _ in here):
+            counted = None  # the last stage has them
+        comparison = next((worker.comparison for worker in self._workers.values()), None)
+        return MicrobatchLoader(batches, self._microbatches, self._model.batch, uses, used,
+                                self._device if self._schedule.stream or not training else None, comparison,
+                                self._lanes, counted, weigh, self._collectives.over_lanes if training else list,
+                                slices=slices, by_label=not training or self._counted is not None, equal=training,
+                                read=read, unread=self._model.unread)
+
+    def end(self, loader: MicrobatchLoader) -> None:
+        """Raise the user's error of a batch that could not be read, when the batches before it are done."""
+        self.agree_on_end(loader)
+        if not loader.rest:  # else another call may go on
+            loader.close()
+            if loader.error is not None:
+                raise loader.error
+        if self._device.type != "cpu" and any(worker.transport.ordered for worker in self._workers.values()):
+            accelerator.current_stream(self._device).synchronize()  # the process may end now, before its sends have
+
+    def agree_on_end(self, loader: MicrobatchLoader) -> None:
+        """Check that the batches end on every rank alike, if they end before a limit and a pause."""
+        for worker in self._workers.values():
+            if worker.comparison is not None and loader.ended:
+                worker.comparison.check_end(loader, self._collectives.exchange)
+
+    def _weigh(self, labels: str, training: bool) -> Weigh:
+        """Return how much each label counts, as the model says, or now its loss; let the first losses be checked."""
+        if self._model.label_weights is not None:
+            return self._model.label_weights
+        last = [stage for stage in self._stages if stage.spec.index == self._last_stage]
+        found = next((ClassWeights.of_module(stage.modules[stage.spec.layers[-1]]) for stage in last), None)
+        told = self._collectives.exchange.from_rank(vars(found or CLASSES_ALIKE), self._schedule.placement[-1][0])
+        weigh = ClassWeights(told["ignore_index"], tuple(told["classes"]))
+        for stage in () if training in self._losses_checked else last:
+            stage.loss_checks = [LossCheck(labels, weigh) for _ in range(self._microbatches)]
+        self._losses_checked.add(training)
+        return weigh
+
+    @property
+    def _last_stage(self) -> int:
+        return len(self._schedule.placement) - 1
+
+    @property
+    def _stages(self) -> list[Stage]:
+        return [stage for worker in self._workers.values() for stage in worker.stages.values()]
