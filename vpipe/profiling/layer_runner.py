@@ -97,6 +97,7 @@ class LayerRunner:
         weights = self.stage.weights
         gradients = weights.gradients
         weights.complete_gradients()
+        weights.widen_gradients()
         weights.step(optimizer.step)
         for leaf, gradient in zip(weights.graded(), gradients, strict=True):
             leaf.grad = gradient

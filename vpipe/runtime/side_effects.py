@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.runtime.sharded_tensors import local
-from vpipe.runtime.weight_versions import WeightVersions
+from vpipe.runtime.weight_versions import WeightVersions, sample
 
 WATCHED = 3
 """Number of first forwards that show what a layer changes: a layer may begin its statistics in the second one."""
@@ -48,13 +48,22 @@ class _RandomSource(NamedTuple):
     put: Callable[[Any], object]
 
 
+class _Mark(NamedTuple):
+    """Show a change of a parameter or of its gradient, when two marks are compared."""
+
+    version: tuple[int, int, bytes]
+    memory: int
+    gradient: Tensor | None
+    gradient_version: int
+
+
 class StateBefore(NamedTuple):
     """The state before a forward that the forward may change: buffers of modules, states of random sources; marks of
     parameters, which a first forward must not change."""
 
     buffers: Sequence[_Buffers] = ()
     random: Sequence[tuple[_RandomSource, Any]] = ()
-    marks: Sequence[Any] = ()
+    marks: Sequence[Sequence[_Mark]] = ()
 
 
 NOTHING = StateBefore()
@@ -128,7 +137,7 @@ class SideEffects:
             table.update(given)
             buffers.append(_Buffers(path, table, before, given, [_version(tensor) for tensor in before.values()]))
         sources, weights = (self.sources, self._weights) if self._left else (self.drawn, [])
-        return StateBefore(buffers, [(source, source.get()) for source in sources], [each.marks() for each in weights])
+        return StateBefore(buffers, [(source, source.get()) for source in sources], [_marks(each) for each in weights])
 
     def record_changes(self, state: StateBefore) -> StateBefore:
         """Return the part of :meth:`begin_forward` that the forward has changed; note which buffers later ones copy.
@@ -159,7 +168,7 @@ class SideEffects:
             self.drawn += [source for source, numbers in state.random
                            if source not in self.drawn and _numbers(source.get()) != _numbers(numbers)]
             for weights, marks in zip(self._weights, state.marks, strict=True):
-                weights.check_forward(marks, self._recomputed)
+                _check_parameters(weights, marks, self._recomputed)
             if not self._left:
                 self._tables = [(path, table) for path, table in self._tables
                                 if table and (self._recomputed or any((path, name) in self._copied for name in table))]
@@ -188,6 +197,43 @@ class SideEffects:
             yield
         finally:
             put(buffers, sources)
+
+
+def _marks(weights: WeightVersions) -> list[_Mark]:
+    """Return marks of the parameters in use, by which a change of them is seen."""
+    return [_Mark((leaf._version, local(leaf)._version, sample(local(leaf))), local(leaf).data_ptr(), leaf.grad,
+                  0 if leaf.grad is None else leaf.grad._version) for leaf in weights.used]
+
+
+def _check_parameters(weights: WeightVersions, marks: Sequence[_Mark], recomputed: bool) -> None:
+    """Check what a forward, which is ``recomputed`` or not, did to the parameters since their marks.
+
+    Raises:
+        UserError: the change would be lost, or would not be trained.
+    """
+    for name, leaf, before, now in zip(weights.names, weights.used, marks, _marks(weights), strict=True):
+        places = weights.slots[name]
+        if any(module._parameters.get(own) is not leaf for module, own in places):
+            raise UserError(f"'{name}' was replaced by another parameter in a forward, which no optimizer steps",
+                            hint="make the parameter when the layer is built, and let an optimizer change it")
+        if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
+            raise UserError(f"'{name}' got a gradient in a forward: its layer calls backward() there",
+                            hint="take gradients in a forward with torch.autograd.grad, or add the term to the loss")
+        if now.memory != before.memory:
+            if not weights.moves(name):
+                raise UserError(f"'{name}' got other memory in a forward (.data = ...), where its optimizer does "
+                                "not find it", hint="change parameters in place, in the optimizer")
+        elif now.version != before.version and name in weights.copied:
+            raise UserError(f"'{name}' was changed in place by a forward, but other values of it are kept beside: a "
+                            "master in fp32, or those of replicas and of stages that it is tied to",
+                            hint="change parameters in the optimizer; or let one stage without replicas hold the "
+                                 "parameter, in another precision than bf16_pure")
+        elif now.version != before.version and (weights.parted or (recomputed and not any(
+                getattr(module, "max_norm", None) is not None for module, _ in places))):
+            raise UserError(f"'{name}' was changed in place by a forward, which must find it unchanged when it is "
+                            "recomputed, or as long as microbatches hold that version of it",
+                            hint="change parameters in the optimizer; or choose a schedule with a flush, such as "
+                                 "1f1b, and no recompute for the layer (nn.Embedding with max_norm: a flush)")
 
 
 def put(buffers: Iterable[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]],

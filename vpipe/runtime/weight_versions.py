@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,6 @@ Slot = tuple[nn.Module, str]
 """A place where a module keeps a parameter."""
 
 
-class _Mark(NamedTuple):
-    """Show a change of a parameter or of its gradient, when two marks are compared."""
-
-    version: tuple[int, int, bytes]
-    memory: int
-    gradient: Tensor | None
-    gradient_version: int
-
-
 class WeightVersions:
     """Versions of a set of parameters, numbered by the updates that made them.
 
@@ -55,6 +46,11 @@ class WeightVersions:
         parameters: the first version, by name.
         slots: for every name, the places in modules that hold the parameter.
         unrounded: where versions are rounded, the unrounded values of the first one, by name.
+
+    Attributes:
+        latest: the newest version.
+        used: the parameters that the modules are pointed to.
+        masters: the parameters that the optimizer steps: the latest version's memory, or its unrounded values.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Sequence[Slot]],
@@ -63,32 +59,22 @@ class WeightVersions:
         self.slots = {name: tuple(slots[name]) for name in self.names}
         self.latest = 0
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
-        self._active = self._graded = self._first = self._leaves[0]
+        self._first = self.used = self._graded = self._leaves[0]
+        self._rounds, self.masters = unrounded is not None, dict[str, nn.Parameter]()
+        for name, leaf in parameters.items():
+            master = self.masters[name] = nn.Parameter(leaf.data if unrounded is None else unrounded[name])
+            master.__dict__.update(leaf.__dict__)  # attributes that were set on the parameter, as p.no_decay = True
+            share_hooks(master, leaf)  # an optimizer's factory adds its own to the same tables
         self.parted = False  # from the parameters that the modules were built with
-        self.copied = set(() if unrounded is None else parameters)  # other values of them are kept beside the leaves
-        self._moves = False  # whether forwards put the parameters into other memory
-        self._unrounded = unrounded
+        self.copied = set(self.names if self._rounds else ())  # other values of them are kept beside the leaves
+        self._moves = any(map(self.moves, self.names))
         self.owned: frozenset[str] | None = None  # parameters that this replica steps; None: all, as every other does
-        self._widened: list[nn.Parameter] | None = None  # masters, while they have the gradients of a step
-        self._handed_out: list[Tensor] | None = None  # the memory of the masters, while scripts may change them
-        self._rounded: list[Tensor] = []  # meanwhile, that of the leaves
+        # While scripts may change the weights: the memory of masters, and where these are rounded, of leaves.
+        self._handed_out: list[tuple[Tensor, Tensor | None]] = []
         self._pins: dict[int, int] = {}  # microbatches that hold a version
         self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
         self.most_versions = 1
-
-    @cached_property
-    def masters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer steps: the latest version's memory, or its unrounded values.
-
-        They have the attributes that were set on the parameters, such as ``p.no_decay = True``.
-        """
-        masters = {}
-        for name, leaf in zip(self.names, self._leaves[self.latest], strict=True):
-            masters[name] = nn.Parameter(leaf.data if self._unrounded is None else self._unrounded[name])
-            masters[name].__dict__.update(leaf.__dict__)
-            share_hooks(masters[name], leaf)  # an optimizer's factory adds its own to the same tables
-        return masters
 
     def renew(self) -> None:
         """Give the first version leaves of its own, for there will be others that modules are pointed to.
@@ -108,55 +94,20 @@ class WeightVersions:
     def adopt(self) -> None:
         """Make the only version of the parameters that the modules have now: ``fully_shard`` exchanges them when it
         gathers or divides them. The optimizer goes on with the masters of the first ones."""
-        _ = self.masters
-        self._leaves[self.latest] = self._active = self._graded = self._first = [
+        self._leaves[self.latest] = self.used = self._graded = self._first = [
             module.get_parameter(own) for (module, own), *_ in self.slots.values()]
-
-    def marks(self) -> list[_Mark]:
-        """Return marks by which :meth:`check_forward` sees a change of the parameters in use."""
-        return [_Mark((leaf._version, local(leaf)._version, sample(local(leaf))), local(leaf).data_ptr(), leaf.grad,
-                      0 if leaf.grad is None else leaf.grad._version) for leaf in self._active]
-
-    def check_forward(self, marks: Sequence[_Mark], recomputed: bool) -> None:
-        """Check what a forward, which is ``recomputed`` or not, did to the parameters since :meth:`marks`.
-
-        Raises:
-            UserError: the change would be lost, or would not be trained.
-        """
-        for name, leaf, before, now in zip(self.names, self._active, marks, self.marks(), strict=True):
-            places = self.slots[name]
-            if any(module._parameters.get(own) is not leaf for module, own in places):
-                raise UserError(f"'{name}' was replaced by another parameter in a forward, which no optimizer steps",
-                                hint="make the parameter when the layer is built, and let an optimizer change it")
-            if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
-                raise UserError(f"'{name}' got a gradient in a forward: its layer calls backward() there",
-                                hint="take gradients in a forward with torch.autograd.grad, or add the term to the "
-                                     "loss")
-            if now.memory != before.memory:
-                if not any(isinstance(module, nn.RNNBase) for module, _ in places):  # flatten_parameters
-                    raise UserError(f"'{name}' got other memory in a forward (.data = ...), where its optimizer does "
-                                    "not find it", hint="change parameters in place, in the optimizer")
-                self._moves = True
-            elif now.version != before.version and name in self.copied:
-                raise UserError(f"'{name}' was changed in place by a forward, but other values of it are kept beside: "
-                                "a master in fp32, or those of replicas and of stages that it is tied to",
-                                hint="change parameters in the optimizer; or let one stage without replicas hold the "
-                                     "parameter, in another precision than bf16_pure")
-            elif now.version != before.version and (self.parted or (recomputed and not any(
-                    getattr(module, "max_norm", None) is not None for module, _ in places))):
-                raise UserError(f"'{name}' was changed in place by a forward, which must find it unchanged when it is "
-                                "recomputed, or as long as microbatches hold that version of it",
-                                hint="change parameters in the optimizer; or choose a schedule with a flush, such as "
-                                     "1f1b, and no recompute for the layer (nn.Embedding with max_norm: a flush)")
 
     def own(self, names: Iterable[str]) -> None:
         """Step these parameters only: other replicas step the others, of which masters of rounded ones are dropped."""
         self.owned = frozenset(names)
-        if self._unrounded is not None:
-            self._unrounded = {name: value for name, value in self._unrounded.items() if name in self.owned}
-            for name, master in self.masters.items():
-                if name not in self.owned:
-                    self.masters[name] = nn.Parameter(torch.empty(0, dtype=master.dtype, device=master.device))
+        for name, master in self.masters.items() if self._rounds else ():
+            if name not in self.owned:
+                self.masters[name] = nn.Parameter(torch.empty(0, dtype=master.dtype, device=master.device))
+
+    def moves(self, name: str) -> bool:
+        """Return whether forwards put a parameter into other memory: ``nn.LSTM`` and its like do (flatten_parameters).
+        """
+        return any(isinstance(module, nn.RNNBase) for module, _ in self.slots[name])
 
     def owns(self, name: str) -> bool:
         """Return whether this replica steps a parameter."""
@@ -164,10 +115,10 @@ class WeightVersions:
 
     def hand_out(self) -> None:
         """Let a script change the weights until :meth:`take_back`: the modules have the memory of the masters."""
-        if self._handed_out is None:
-            self._handed_out = [local(master).data for master in self.masters.values()]
-            self._rounded = [] if self._unrounded is None else [leaf.data for leaf in self.leaves()]
-            for leaf, master in self._rounded and self._stepped_here():
+        if not self._handed_out:
+            self._handed_out = [(local(master).data, leaf.data if self._rounds else None)
+                                for leaf, master in zip(self.leaves(), self.masters.values(), strict=True)]
+            for leaf, master in self._stepped_here() if self._rounds else ():
                 set_data(leaf, master.data)
 
     def check_handed_out(self) -> None:
@@ -176,11 +127,11 @@ class WeightVersions:
         Raises:
             UserError: a parameter is another one now, or of another shape, or has a gradient of the script's.
         """
-        for name, p in (*zip(self.names, self.leaves(), strict=True), *vars(self).get("masters", {}).items()):
+        for name, p in (*zip(self.names, self.leaves(), strict=True), *self.masters.items()):
             if p.grad is not None:
                 raise UserError(f"'{name}' has a gradient that no microbatch has made",
                                 hint="clear it, module.zero_grad(), and add what it is of to the loss")
-        for i, memory in enumerate(self._handed_out or ()):
+        for i, (memory, _) in enumerate(self._handed_out):
             name, leaf = self.names[i], self.leaves()[i]
             if any((now := module._parameters.get(own)) is not leaf
                    and (now is not None or self.parted or name in self.copied) for module, own in self.slots[name]):
@@ -199,16 +150,16 @@ class WeightVersions:
     @torch.no_grad()
     def take_back(self) -> None:
         """Compute with what a script has made of the weights."""
-        for name, leaf, memory in zip(self.names, self.leaves(), self._handed_out or (), strict=False):
+        for name, leaf, (memory, rounded) in zip(self.names, self.leaves(), self._handed_out, strict=False):
             for each in (leaf, self.masters[name]) if self.owns(name) else ():
                 own = local(each)
                 if (own.data_ptr(), own.stride()) != (memory.data_ptr(), memory.stride()):  # .data = ...
                     memory.copy_(own.clone())  # which may be a view of the memory
                     set_data(each, wrapped(memory, each))
-        for leaf, data in zip(self.leaves(), self._rounded, strict=False):
-            set_data(leaf, data)
+            if rounded is not None:
+                set_data(leaf, rounded)
         self._round()
-        self._handed_out, self._rounded = None, []
+        self._handed_out = []
 
     def adopt_hooks(self) -> None:
         """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
@@ -233,7 +184,7 @@ class WeightVersions:
     def use(self, version: int) -> None:
         """Point the modules to a version."""
         leaves = self._leaves[version]
-        if leaves is self._active:
+        if leaves is self.used:
             return
         for leaf, places in zip(leaves, self.slots.values(), strict=True):
             for module, name in places:
@@ -241,7 +192,7 @@ class WeightVersions:
                     module._parameters[name] = leaf
                 else:  # such as nn.LSTM, which keeps a list of its parameters beside the table
                     setattr(module, name, leaf)
-        self._active = leaves
+        self.used = leaves
 
     def begin_backward(self, version: int) -> None:
         """Move the gradients accumulated so far to this version's leaves."""
@@ -300,16 +251,19 @@ class WeightVersions:
     @property
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients accumulated since the last step, in the order of ``names``."""
-        return [holder.grad for holder in self._widened or self._graded]
+        return [holder.grad for holder in self._graded]
 
     def widen_gradients(self) -> None:
         """Move the gradients of a step to the masters, in the masters' precision."""
-        self._widened = list(self.masters.values())
-        for master, leaf in zip(self._widened, self._graded, strict=True):
-            master.grad, leaf.grad = None if leaf.grad is None else leaf.grad.to(master.dtype), None
+        masters = list(self.masters.values())
+        for master, leaf in zip(masters, self._graded, strict=True):
+            if (gradient := leaf.grad) is not None:
+                master.grad, leaf.grad = gradient.to(master.dtype) if self._rounds else gradient, None
+        self._graded = masters
 
     def graded(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are accumulating, in the order of ``names``."""
+        """Return the parameters that have the gradients, in the order of ``names``: leaves of some version, and while
+        a step is made the masters."""
         return self._graded
 
     def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -348,9 +302,9 @@ class WeightVersions:
     def pop_gradients(self) -> list[Tensor | None]:
         """Return the accumulated gradients, which start from nothing again."""
         gradients = self.gradients
-        for holder in self._widened or self._graded:
+        for holder in self._graded:
             holder.grad = None
-        self._widened = None
+        self._graded = self.leaves()
         return gradients
 
     def abandon(self) -> None:
@@ -377,12 +331,13 @@ class WeightVersions:
 
     @torch.no_grad()
     def step(self, change: Callable[[], object] | None) -> None:
-        """Apply the accumulated gradients to the latest version, which makes the next one.
+        """Apply the gradients of a step to the latest version, which makes the next one.
 
         Args:
-            change: steps the optimizers, which change the masters in place; None: the next version equals the latest.
+            change: steps the optimizers, which change the masters in place by the gradients that
+                :meth:`widen_gradients` has given them; None: the next version equals the latest.
         """
-        if self._unrounded is not None:
+        if self._rounds:
             if change is not None:
                 self._apply(change)
             self._make_next()
@@ -397,36 +352,34 @@ class WeightVersions:
                 if self.owns(name)]
 
     def _round(self) -> None:
-        if self._unrounded is not None and (own := self._stepped_here()):
+        if self._rounds and (own := self._stepped_here()):
             foreach_copy_([local(leaf).data for leaf, _ in own], [local(master).data for _, master in own])
 
     @property
     def version_before(self) -> list[Tensor] | None:
         """Return, while an optimizer steps, the version before; None where the step overwrites it."""
-        before = None if self._unrounded is not None else self._leaves.get(self.latest - 1)
+        before = None if self._rounds else self._leaves.get(self.latest - 1)
         return None if before is None else [leaf.data for leaf in before]
 
     def _apply(self, change: Callable[[], object]) -> None:
-        if self._widened is None:
-            self.widen_gradients()
         change()
-        self._widened = None
-        for master, leaf in zip(self.masters.values(), self.leaves(), strict=True):
+        self._graded = self.leaves()
+        for master, leaf in zip(self.masters.values(), self._graded, strict=True):
             master.grad = None
-            if self._unrounded is None and local(master).data_ptr() != local(leaf).data_ptr():  # p.data = ...
+            if not self._rounds and local(master).data_ptr() != local(leaf).data_ptr():  # p.data = ...
                 set_data(leaf, master.data)
 
     def _make_next(self) -> None:
         latest = self._leaves[self.latest]
         if self.latest not in self._pins and self._chosen is None:
-            if self._moves and self._unrounded is None:
+            if self._moves and not self._rounds:
                 for master, leaf in zip(self.masters.values(), latest, strict=True):
                     set_data(master, leaf.data)
             self._leaves[self.latest + 1] = self._leaves.pop(self.latest)
             self.latest += 1
             return
         fresh = self._free.pop() if self._free else [new_leaf(torch.empty_like(leaf), leaf) for leaf in latest]
-        if latest and self._unrounded is None:
+        if latest and not self._rounds:
             memory = [leaf.data for leaf in fresh]
             foreach_copy_(list(map(local, memory)), list(map(local, latest)))
             for master, data in zip(self.masters.values(), memory, strict=True):
