@@ -23,8 +23,8 @@ from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
-from vpipe.runtime import delay_correction
-from vpipe.runtime.delay_correction import Extrapolation
+from vpipe.runtime import companions
+from vpipe.runtime.companions import Extrapolation
 from vpipe.testing import InitialState
 
 EXTRAPOLATE: dict[str, Any] = {"delay_correction": 1.0}
@@ -140,7 +140,7 @@ def test_a_parameter_without_a_gradient_has_changed_by_nothing() -> None:
 
 def test_draining_changes_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do groups of a few numbers, into which large tensors are cut."""
-    monkeypatch.setitem(delay_correction._GROUP, "cpu", 100)
+    monkeypatch.setitem(companions._GROUP, "cpu", 100)
     batches = rich_batches(6, 8)
     pipe = pipeline_of(rich_model, **CORRECTED, update_every=2)
     steps = []

@@ -16,11 +16,11 @@ from vpipe.distributed.device import DeviceMap
 from vpipe.errors import UserError
 from vpipe.model.model import Model
 from vpipe.runtime.batch_comparison import BatchComparison
+from vpipe.runtime.companions import Companion, Extrapolation, WeightAverage
 from vpipe.runtime.compiled import check_compiled, compile_layers
-from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
-from vpipe.runtime.optimizer_step import Companion, LossScaler, OptimizerSteps, WeightAverage
-from vpipe.runtime.reducer import count_buckets, owners_of
+from vpipe.runtime.optimizer_step import LossScaler, OptimizerSteps
+from vpipe.runtime.reducer import Reducer, count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
@@ -128,7 +128,9 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                 companions[s]["uncorrected"] = Extrapolation(stage, optimizers[s], factor)
             if update.average is not None:
                 companions[s]["average"] = WeightAverage(stage, optimizers[s], update.average)
-        steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler, companions, owners)
+        reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
+                    for s, stage in stages.items() if len(placement[s]) > 1}
+        steps = OptimizerSteps(stages, optimizers, reducers, tied, transport, update, scaler, companions)
         workers[rank] = make_worker(
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,

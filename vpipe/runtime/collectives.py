@@ -7,7 +7,7 @@ import hashlib
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -170,7 +170,6 @@ class Collectives:
         specs: of all stages.
         world: the processes of the job.
         timeout_s: how long one transfer may take.
-        zero1: whether each replica of a stage steps a part of its parameters.
 
     Attributes:
         exchange: of values between the processes of the pipeline.
@@ -181,8 +180,8 @@ class Collectives:
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
-                 world: DeviceMap, timeout_s: float, zero1: bool = False) -> None:
-        self._zero1, self._compares = zero1, False
+                 world: DeviceMap, timeout_s: float) -> None:
+        self._compares = False
         self._workers, self._specs, self._placement = workers, specs, placement
         self.lanes, self._lane, self.timeout_s = (lanes := world.lanes), lanes.own, timeout_s
         if watch.watchdog is not None:
@@ -195,7 +194,7 @@ class Collectives:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
         state: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
-            for replica, rank in enumerate(ranks if self._is_parted(ranks) else ranks[:1]):
+            for replica, rank in enumerate(ranks):
                 here = self._stage(stage, rank)
                 with self.problems_of_all():
                     own = here.own_state(replica) if here else {}
@@ -222,10 +221,6 @@ class Collectives:
         mine = next(iter(tensors.values()), {})
         return [broadcast_tensors(mine, lane[rank % len(lane)], among, self.job, self.timeout_s)
                 for lane in lanes for rank in self._placement[-1]]
-
-    def _is_parted(self, ranks: Sequence[int]) -> bool:
-        """Return whether the replicas on these ranks each step a part of their stage."""
-        return self._zero1 and len(ranks) > 1
 
     def over_lanes(self, numbers: list[float]) -> list[float]:
         """Return the sums of numbers over the lanes that read batches of their own."""
@@ -260,7 +255,7 @@ class Collectives:
     @property
     def _optimizers(self) -> dict[str, StageOptimizer]:
         """Return the optimizers of this process by their stages, and ranks where each steps a part of one."""
-        return {f"stage {stage}" + f", rank {rank}" * self._is_parted(self._placement[stage]): optimizer
+        return {f"stage {stage}" + f", rank {rank}" * (worker.stages[stage].weights.owned is not None): optimizer
                 for rank, worker in self._workers.items()
                 for stage, optimizer in worker.optimizer_steps.optimizers.items()}
 
@@ -348,23 +343,28 @@ class Collectives:
             check_alike({own: known[own][0], target: known[target][0]})
         return {target for target in tied.values() if not known[target][1]}
 
-    def agree_on_norms(self) -> None:
-        """Exchange who has which gradient norms of each stage, and set their senders and receivers on every rank."""
+    def agree_on_norms(self, of_all: bool) -> None:
+        """Exchange who has which gradient norms of each stage, and set their senders and receivers on every rank.
+
+        Args:
+            of_all: each rank needs those of all stages; else those of its own that other replicas have.
+        """
         owned = self.exchange.united({f"{stage} {rank}": worker.optimizer_steps.owned(stage)
                                       for rank, worker in self._workers.items() for stage in worker.stages})
         dtypes = self.exchange.united({str(dtype).removeprefix("torch."): "" for worker in self._workers.values()
                                        for dtype in worker.optimizer_steps.norm_dtypes.values()})
         widest = reduce(torch.promote_types, (getattr(torch, dtype) for dtype in dtypes or ["float32"]))
-        everyone = {rank for ranks in self._placement for rank in ranks}
-        # Each replica of a stage publishes what it steps to all; where each steps all, the first to those without it.
-        audience = {(stage, source): everyone - ({source} if self._is_parted(ranks) else set(ranks))
-                    for stage, ranks in enumerate(self._placement)
-                    for source in (ranks if self._is_parted(ranks) else ranks[:1])}
+        everyone, audience = {rank for ranks in self._placement for rank in ranks}, dict[tuple[int, int], set[int]]()
+        for stage, ranks in enumerate(self._placement):
+            # Each replica of a stage publishes what it steps; where each steps all, the first to those without it.
+            parted = len({tuple(owned[f"{stage} {rank}"]) for rank in ranks}) > 1
+            for source in ranks if parted else ranks[:1]:
+                audience[stage, source] = (everyone if of_all else {*ranks}) - ({source} if parted else {*ranks})
         for rank, worker in self._workers.items():
-            worker.optimizer_steps.use_global_norms(
+            worker.optimizer_steps.use_norms_of_others(
                 {stage: {source: owned[f"{stage} {source}"] for source in ranks
                          if rank in audience.get((stage, source), ())} for stage, ranks in enumerate(self._placement)},
-                {stage: sorted(audience.get((stage, rank), ())) for stage in worker.stages}, widest)
+                {stage: sorted(audience.get((stage, rank), ())) for stage in worker.stages}, widest if of_all else None)
 
     def gradient_norms(self) -> dict[str, float]:
         """Return the norm of every gradient of the latest update of each stage, by the name of its parameter."""
@@ -394,19 +394,15 @@ class Collectives:
         """
         held = {f"{stage} {name} {shard_of(value)}": _checksum(value) for worker in self._workers.values()
                 for stage, here in worker.stages.items() for name, value in _weights(here) if here.weights.owns(name)}
-        first: dict[str, tuple[int, str]] = {}
-        for lane, theirs in enumerate(self.beside.all_gather(held)):
-            for key, found in theirs.items():
-                other, expected = first.setdefault(key, (lane, found))
-                if found != expected:
-                    stage, name, _ = key.split(" ", 2)
-                    error = RunError(f"stage {stage}: the first update made another '{name}' in lane {lane} than in "
-                                     f"lane {other}, which have it in common", stage=int(stage),
-                                     hint="each lane has a part of its gradient: let the plan of its layer name its "
-                                          "module, such as SequenceParallel() for a norm of shards of a sequence, so "
-                                          "that it is a DTensor")
-                    watch.failed(error)
-                    raise error
+        for key, first, lane in _differing(enumerate(self.beside.all_gather(held))):
+            stage, name, _ = key.split(" ", 2)
+            error = RunError(f"stage {stage}: the first update made another '{name}' in lane {lane} than in lane "
+                             f"{first}, which have it in common", stage=int(stage),
+                             hint="each lane has a part of its gradient: let the plan of its layer name its module, "
+                                  "such as SequenceParallel() for a norm of shards of a sequence, so that it is a "
+                                  "DTensor")
+            watch.failed(error)
+            raise error
 
     def check_replicas_begin(self, buffers: bool) -> None:
         """Refuse replicas with different initial weights, or with ``buffers`` different buffers, on every rank."""
@@ -435,14 +431,10 @@ class Collectives:
                                                      for name, value in tensors(here)}
             for rank, worker in self._workers.items() for stage, here in worker.stages.items() if stage in compared})
         for stage in compared:
-            first: dict[str, tuple[int, str]] = {}
-            for lane, own in enumerate(self.lanes.ranks):
-                for rank in self._placement[stage]:
-                    holder = rank if self.job.ranks == 1 else own[rank % len(own)]
-                    for name, found in sums[f"{lane} {stage} {rank}"].items():
-                        other, theirs = first.setdefault(name, (holder, found))
-                        if found != theirs:
-                            yield stage, name.rpartition(" ")[0], other, holder
+            held = ((rank if self.job.ranks == 1 else own[rank % len(own)], sums[f"{lane} {stage} {rank}"])
+                    for lane, own in enumerate(self.lanes.ranks) for rank in self._placement[stage])
+            for name, first, holder in _differing(held):
+                yield stage, name.rpartition(" ")[0], first, holder
 
     @contextmanager
     def first_buffers(self) -> Iterator[None]:
@@ -474,6 +466,16 @@ class Collectives:
         if len(self._lane) == 1:
             return dict(tensors)
         return broadcast_tensors(tensors, self._lane[rank], self._lane, self.job, self.timeout_s)
+
+
+def _differing(tables: Iterable[tuple[int, Mapping[str, str]]]) -> Iterator[tuple[str, int, int]]:
+    """Yield each name that is another thing in a numbered table than in the first with it; both tables' numbers."""
+    first: dict[str, tuple[int, str]] = {}
+    for number, table in tables:
+        for name, found in table.items():
+            holder, expected = first.setdefault(name, (number, found))
+            if found != expected:
+                yield name, holder, number
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Correct late gradients: extrapolate every step of an optimizer over the mean delay of its stage.
+"""Let tensors follow the weights of a stage from update to update: their average, and corrections of late gradients.
 
 Without a flush a gradient is applied some updates after the version that it was computed with. With tau, the mean of
 that delay at the stage (:mod:`vpipe.schedules.delays`), every trained parameter p is stepped like this::
@@ -16,15 +16,16 @@ ahead (SpecTrain, arXiv:1809.02839; XPipe, arXiv:1911.04610), with the optimizer
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from vpipe.checkpoint.manifest import last_change_of
+from vpipe.checkpoint.manifest import average_of, last_change_of
 from vpipe.errors import counted
-from vpipe.runtime.optimizer_step import Companion
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
@@ -34,6 +35,64 @@ _GROUP = {"cpu": 1 << 18}
 """Numbers that are extrapolated at once, by device: on a processor what its cache holds."""
 
 _GROUP_ELSEWHERE = 1 << 26
+
+
+class Companion(ABC):
+    """Tensors beside the parameters of a stage that this replica steps, one for each, that follow every update: they
+    take the memory of one more copy.
+
+    Attributes:
+        entry: name of a parameter -> name of its tensor in a checkpoint.
+        values: by name of the parameter; unrounded, as the optimizer has them.
+    """
+
+    entry: Callable[[str], str]
+
+    def __init__(self, stage: Stage, optimizer: StageOptimizer) -> None:
+        self._stage, self._weights = stage, stage.weights
+        self.values = {name: master.data.clone() for name, master in stage.weights.masters.items()
+                       if name in optimizer.of_parameter and stage.weights.owns(name)}
+
+    def begin(self) -> None:
+        """Begin with the present weights, as before a first update."""
+        for name, value in self.values.items():
+            value.copy_(self._weights.masters[name].data)
+
+    @abstractmethod
+    def follow(self, step: Callable[[], object]) -> None:
+        """Call the step of the optimizers, and follow it."""
+
+    def view(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state of the stage as it is seen by the companion, whose tensors replace parameters."""
+        return {**state, **{name: value for name, value in self.named().items() if name in state}}
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors by the names in the state of the stage, where a parameter may have several."""
+        return {name: self.values[own] for name, own in self._stage.trained_names().items() if own in self.values}
+
+    def _masters(self) -> list[Tensor]:
+        return [local(self._weights.masters[name]).data for name in self.values]
+
+
+class WeightAverage(Companion):
+    """The exponential moving average of the parameters, one step after every update.
+
+    Source of the arithmetic: ``torch.optim.swa_utils``; :class:`~torch.optim.swa_utils.AveragedModel` starts with the
+    weights after the first update, this one with those before it.
+    """
+
+    entry = staticmethod(average_of)
+
+    def __init__(self, stage: Stage, optimizer: StageOptimizer, decay: float) -> None:
+        super().__init__(stage, optimizer)
+        self.values = {name: value.to(torch.promote_types(value.dtype, torch.float32))  # in 16 bits it would not move
+                       for name, value in self.values.items()}
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+
+    def follow(self, step: Callable[[], object]) -> None:
+        step()
+        values = list(map(local, self.values.values()))
+        self._average(values, [master.to(each.dtype) for master, each in zip(self._masters(), values, strict=True)], 1)
 
 
 class Extrapolation(Companion):

@@ -19,7 +19,7 @@ from vpipe.model.model import Model
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.build_workers import build_stages, build_workers
 from vpipe.runtime.collectives import Collectives
-from vpipe.runtime.delay_correction import describe_other_factors
+from vpipe.runtime.companions import describe_other_factors
 from vpipe.runtime.evaluation import Evaluation
 from vpipe.runtime.interpreter import Interpreter, Interrupts, RankPrograms
 from vpipe.runtime.loaders import Loaders
@@ -59,8 +59,7 @@ class Engine:
         timeout_s, distributed = description.transfers.timeout_s, len(world.lanes.own) > 1
         check_slices(model, description, schedule.slices)
         self.workers: dict[int, Worker] = {}
-        self.collectives = collectives = Collectives(self.workers, specs, schedule.placement, world, timeout_s,
-                                                     bool(description.update.zero1))
+        self.collectives = collectives = Collectives(self.workers, specs, schedule.placement, world, timeout_s)
         loaders = Loaders(model, schedule, description, world, self.workers, collectives)
         if distributed and is_ordered(world.own):  # refuses while another pipeline has transfers under way
             tensor_groups(world.own, timedelta(seconds=timeout_s))
@@ -73,13 +72,11 @@ class Engine:
         self.schedule = schedule = with_frozen(schedule, self._frozen(stages, schedule.stages), ties)
         self.workers.update(build_workers(stages, model, specs, schedule, description, world, ties,
                                           ties_between(specs, frozen.__contains__)))
-        widest = max(map(len, schedule.placement))
-        assert schedule.setting.zero1 == bool(description.update.zero1 and widest > 1), "lowered for another update"
         recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
         programs = RankPrograms(schedule, recompute, any(
             worker.transport.ordered for worker in self.workers.values()))
-        if description.needs_norms and schedule.flush:
-            collectives.agree_on_norms()
+        if schedule.setting.normed:
+            collectives.agree_on_norms(of_all=schedule.flush)
         results = StepResults(self.workers, schedule, distributed, world.lanes, collectives.beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
         self._interpreter = Interpreter(self.workers, results, schedule, self.interrupts, collectives.job, distributed)

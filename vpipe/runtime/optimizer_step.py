@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,12 +10,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from vpipe.checkpoint.manifest import View, average_of
+from vpipe.checkpoint.manifest import View
 from vpipe.description.update import Update
 from vpipe.distributed.watchdog import watch
 from vpipe.runtime.activations import bytes_of
+from vpipe.runtime.companions import Companion
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
 from vpipe.runtime.sharded_tensors import local, norms_of
@@ -25,7 +24,6 @@ from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.schedules.size import Placement
 from vpipe.torch_private import foreach_mul_
 
 _Together = tuple[int, int]
@@ -80,64 +78,6 @@ class LossScaler:
             self.value, self.good = min(LARGEST_SCALE, 2 * self.value), 0
 
 
-class Companion(ABC):
-    """Tensors beside the parameters of a stage that this replica steps, one for each, that follow every update: they
-    take the memory of one more copy.
-
-    Attributes:
-        entry: name of a parameter -> name of its tensor in a checkpoint.
-        values: by name of the parameter; unrounded, as the optimizer has them.
-    """
-
-    entry: Callable[[str], str]
-
-    def __init__(self, stage: Stage, optimizer: StageOptimizer) -> None:
-        self._stage, self._weights = stage, stage.weights
-        self.values = {name: master.data.clone() for name, master in stage.weights.masters.items()
-                       if name in optimizer.of_parameter and stage.weights.owns(name)}
-
-    def begin(self) -> None:
-        """Begin with the present weights, as before a first update."""
-        for name, value in self.values.items():
-            value.copy_(self._weights.masters[name].data)
-
-    @abstractmethod
-    def follow(self, step: Callable[[], object]) -> None:
-        """Call the step of the optimizers, and follow it."""
-
-    def view(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state of the stage as it is seen by the companion, whose tensors replace parameters."""
-        return {**state, **{name: value for name, value in self.named().items() if name in state}}
-
-    def named(self) -> dict[str, Tensor]:
-        """Return the tensors by the names in the state of the stage, where a parameter may have several."""
-        return {name: self.values[own] for name, own in self._stage.trained_names().items() if own in self.values}
-
-    def _masters(self) -> list[Tensor]:
-        return [local(self._weights.masters[name]).data for name in self.values]
-
-
-class WeightAverage(Companion):
-    """The exponential moving average of the parameters, one step after every update.
-
-    Source of the arithmetic: ``torch.optim.swa_utils``; :class:`~torch.optim.swa_utils.AveragedModel` starts with the
-    weights after the first update, this one with those before it.
-    """
-
-    entry = staticmethod(average_of)
-
-    def __init__(self, stage: Stage, optimizer: StageOptimizer, decay: float) -> None:
-        super().__init__(stage, optimizer)
-        self.values = {name: value.to(torch.promote_types(value.dtype, torch.float32))  # in 16 bits it would not move
-                       for name, value in self.values.items()}
-        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-
-    def follow(self, step: Callable[[], object]) -> None:
-        step()
-        values = list(map(local, self.values.values()))
-        self._average(values, [master.to(each.dtype) for master, each in zip(self._masters(), values, strict=True)], 1)
-
-
 class StepObserver(Protocol):
     """Observe every update of a stage, for comparison with a reference."""
 
@@ -152,19 +92,17 @@ class OptimizerSteps:
     """Carry out REDUCE, NORM, STEP and USE of a rank; updates and versions are numbered within the segment.
 
     Args:
-        placement: ranks per stage.
         stages: of this rank.
         optimizers: per stage of this rank.
+        reducers: of the stages with replicas.
         tied: weights of this rank that other stages share.
         transport: of this rank.
         update: what limits a gradient, and the learning rate. With a scaler an update with a norm that is not finite
             is always skipped.
         scaler: of the losses; None: they are not scaled.
         companions: per stage of this rank, by the view that they give, in the order in which they follow an update.
-        owners: per stage whose replicas each step some of its parameters, the numbers of the replicas that do.
 
     Attributes:
-        reducers: of the stages with replicas.
         gradient_norm: of all stages at the latest update, before clipping; None when not clipped globally.
         norms: by stage of this rank, of each gradient of its latest update, before clipping, where norms
             are computed.
@@ -173,20 +111,14 @@ class OptimizerSteps:
         norm_dtypes: by stage of this rank, in which the norms by which it clips are added up.
     """
 
-    def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
-                 tied: TiedWeights, transport: Transport, update: Update, scaler: LossScaler | None,
-                 companions: Mapping[int, Mapping[View, Companion]], owners: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
+                 reducers: Mapping[int, Reducer], tied: TiedWeights, transport: Transport, update: Update,
+                 scaler: LossScaler | None, companions: Mapping[int, Mapping[View, Companion]]) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
         self.companions, self._update, self.factor = companions, update, update.factor
-        self._stages, self._tied, self._transport = stages, tied, transport
-        self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
-                         for s, stage in stages.items() if len(placement[s]) > 1}
-        self._owners = owners
-        # Who publishes norms of a stage to this rank, each with the positions of the parameters, and to whom this does.
-        self._sources: Mapping[int, Mapping[int, Sequence[int]]] = {
-            s: {rank: [i for i, replica in enumerate(owned) if placement[s][replica] == rank]
-                for rank in placement[s] if rank != transport.rank} for s, owned in owners.items()}
-        self._audience: Mapping[int, Sequence[int]] = {s: list(self._sources[s]) for s in owners}
+        self._stages, self.reducers, self._tied, self._transport = stages, reducers, tied, transport
+        self._sources: Mapping[int, Mapping[int, Sequence[int]]] = {}
+        self._audience: Mapping[int, Sequence[int]] = {}
         self.skipped: set[int] = set()
         self.observer: StepObserver | None = None
         self.stepping: Callable[[Callable[[], Callable[[], bool]]], AbstractContextManager[bool]]
@@ -199,17 +131,19 @@ class OptimizerSteps:
         self._norms: dict[_Together, dict[int, Tensor]] = defaultdict(dict)  # by stage, own and others'
         self._steps: Counter[_Together] = Counter()  # of own stages
 
-    def use_global_norms(self, sources: Mapping[int, Mapping[int, Sequence[int]]],
-                         audience: Mapping[int, Sequence[int]], dtype: torch.dtype) -> None:
-        """Clip, and skip, by the norms of all stages, as a schedule with a flush can.
+    def use_norms_of_others(self, sources: Mapping[int, Mapping[int, Sequence[int]]],
+                            audience: Mapping[int, Sequence[int]], dtype: torch.dtype | None) -> None:
+        """Clip, and skip, by norms that other ranks have, too.
 
         Args:
             sources: per stage, the ranks that publish norms to this one, each with the positions of the parameters.
             audience: per stage of this rank, the ranks to which this one publishes its norms.
-            dtype: the widest of all parameters that are trained.
+            dtype: the widest of all parameters that are trained, where an update has one norm over all stages, as a
+                schedule with a flush can; None: each stage has its own.
         """
-        self.global_norms, self._sources, self._audience = True, sources, audience
-        self.norm_dtypes = dict.fromkeys(self._stages, dtype)
+        self._sources, self._audience = sources, audience
+        if dtype is not None:
+            self.global_norms, self.norm_dtypes = True, dict.fromkeys(self._stages, dtype)
 
     def owned(self, stage: int) -> list[int]:
         """Return the positions of the parameters of a stage that this rank steps."""
@@ -341,7 +275,7 @@ class OptimizerSteps:
         if self.observer is not None:
             self.observer.weights(number, {name: master.data for name, master in weights.masters.items()
                                            if weights.owns(name)})
-        if stage in self._owners and not self._assignment.flush:
+        if weights.owned is not None and not self._assignment.flush:
             self.reducers[stage].send_weights(number)
         watch.activity.rest()  # the caller's code may run next
 
@@ -353,8 +287,9 @@ class OptimizerSteps:
 
     def owned_weights(self) -> Iterator[tuple[Reducer, int]]:
         """Yield the reducers that exchange the weights of what each replica steps, with the latest version."""
-        for stage in self._owners:
-            yield self.reducers[stage], self._stages[stage].weights.latest
+        for number, stage in self._stages.items():
+            if stage.weights.owned is not None:
+                yield self.reducers[number], stage.weights.latest
 
     @property
     def _uses_norms(self) -> bool:
@@ -362,7 +297,7 @@ class OptimizerSteps:
 
     def _norms_come_first(self, stage: int) -> bool:
         """Return whether an action NORM has completed the gradients before the step."""
-        return self.global_norms or (stage in self._owners and self._uses_norms)
+        return self.global_norms or (self._uses_norms and self._stages[stage].weights.owned is not None)
 
     def _apply(self, stage: int, weights: WeightVersions, of_stage: Mapping[int, Tensor] | None, rate: float) -> bool:
         """Step the optimizers at their own learning rates times ``rate``; return False if the update is skipped.

@@ -28,7 +28,7 @@ from vpipe.arguments import shown
 from vpipe.checkpoint.manifest import TensorKind, factor_of, last_change_of
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
-from vpipe.runtime.delay_correction import Extrapolation
+from vpipe.runtime.companions import Extrapolation
 from vpipe.runtime.sharded_tensors import parted
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of, is_of_torch
