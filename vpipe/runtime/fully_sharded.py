@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.runtime.reducer import by_size
-from vpipe.runtime.sharded_tensors import is_sharded, local, wrapped
+from vpipe.runtime.sharded_tensors import added, is_sharded, local, wrapped
 from vpipe.runtime.stage import Stage
 
 
@@ -85,10 +85,8 @@ class FullyShardedStages:
         arrived = message.new_empty(self.lanes * mine)
         dist.all_to_all_single(arrived, message, [mine] * self.lanes, sizes, group=self._group)
         del message
-        total, *others = arrived.view(self.lanes, mine)
-        for other in others:
-            total += other
-        sums = torch.split(total.clone(), [*(local(leaf).numel() for leaf in divided), len(members)])
+        first, *others = arrived.view(self.lanes, mine)
+        sums = torch.split(added(first, others).clone(), [*(local(leaf).numel() for leaf in divided), len(members)])
         for each, leaf, count in zip(sums, divided, sums[-1].tolist(), strict=False):
             yield wrapped(each.view(local(leaf).shape), leaf) if count else None
 

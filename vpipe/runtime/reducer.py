@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.sharded_tensors import is_sharded, local, wrapped
+from vpipe.runtime.sharded_tensors import added, is_sharded, local, wrapped
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
@@ -35,22 +35,21 @@ enough that the first one is sent early in the backward."""
 
 
 class _Bucket:
-    """Some of a stage's gradients as the rows of a matrix, one per replica.
+    """Some of a stage's gradients as the rows of a matrix, one per rank that sums.
 
     Behind the gradients stands a number for each: 1 if the replica has one, so that the sum counts them.
 
     Args:
         members: positions of the parameters.
-        width: replicas among which the sum is divided.
-        owner: the replica that owns these parameters; then the matrix has one row. None where each steps all.
+        ranks: those among which the sum is divided: all replicas, or the owner of these parameters.
     """
 
-    def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], width: int, owner: int | None = None) -> None:
-        self.members, self.owner = members, owner
+    def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], ranks: Sequence[int]) -> None:
+        self.members, self.ranks = members, ranks
         self._shapes = [leaves[i].shape for i in members]
         self._sizes = [leaves[i].numel() for i in members]
         total, like = sum(self._sizes) + len(members), leaves[members[0]]
-        self.rows = like.new_empty((width, -(-total // width)) if owner is None else (1, total))
+        self.rows = like.new_empty((len(ranks), -(-total // len(ranks))))
         # Sums of this replica's row, double-buffered: the sum of a stream's last round, to which few replicas
         # contribute, may be made while the one before is still being sent.
         self._sums = like.new_empty((2, self.rows.shape[1]))
@@ -124,13 +123,12 @@ class Reducer:
 
     def __init__(self, stage: int, weights: WeightVersions, late: Sequence[str], ranks: Sequence[int],
                  transport: Transport, owners: Sequence[int] | None = None) -> None:
-        self._stage, self._weights, self._ranks, self._transport = stage, weights, ranks, transport
+        self._stage, self._weights, self._transport = stage, weights, transport
         self._late = {weights.names.index(name) for name in late}
-        self._me = ranks.index(transport.rank)
-        self._others = [rank for rank in ranks if rank != transport.rank]
+        self._me, self._others = transport.rank, [rank for rank in ranks if rank != transport.rank]
         leaves = list(map(local, weights.leaves()))
         self._sharded = any(map(is_sharded, weights.leaves()))
-        self._buckets = [_Bucket(members, leaves, len(ranks), None if owners is None else owners[members[0]])
+        self._buckets = [_Bucket(members, leaves, ranks if owners is None else [ranks[owners[members[0]]]])
                          for members in _grouped(leaves, owners)]
         self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.members}
         self._sent = 0  # buckets, of the update at hand
@@ -191,67 +189,58 @@ class Reducer:
     def _send_next(self, update: int, contributors: Sequence[int]) -> None:
         number, self._sent = self._sent, self._sent + 1
         bucket, key = self._buckets[number], self._key(TransferKind.SHARES, update, number)
-        contributes = self._transport.rank in contributors
-        if contributes:
+        rows: Mapping[int, Tensor] = {}
+        if self._me in contributors:
             bucket.fill(self._weights.gradients, self._weights.names)
-        if bucket.owner is None:
-            rows = dict(zip(self._ranks, bucket.rows, strict=True))
-        else:
-            rows = {self._ranks[bucket.owner]: bucket.rows[0]}
-        self._exchange(key, rows if contributes else {}, contributors if bucket.owner in (None, self._me) else (),
-                       bucket.spec)
+            rows = dict(zip(bucket.ranks, bucket.rows, strict=True))
+        self._exchange(key, rows, contributors if self._me in bucket.ranks else (), bucket.spec)
 
-    def _exchange(self, key: TransferKey, rows: dict[int, Tensor], senders: Sequence[int], spec: TensorSpec) -> None:
+    def _exchange(self, key: TransferKey, rows: Mapping[int, Tensor], senders: Sequence[int], spec: TensorSpec) -> None:
         """Send each other replica its row, and post receives from the ``senders``.
 
         Of two ranks the lower one sends first: a transport that keeps one order per pair would deadlock otherwise.
         """
         for peer in self._others:
-            if peer in rows and self._transport.rank < peer:
+            if peer in rows and self._me < peer:
                 self._transport.send(peer, key, [rows[peer]])
             if peer in senders:
                 self._transport.post(peer, key, [spec])
-            if peer in rows and self._transport.rank > peer:
+            if peer in rows and self._me > peer:
                 self._transport.send(peer, key, [rows[peer]])
 
     # -- REDUCE_GRAD: the shares are summed, and the sums sent (all-gather)
 
     def reduce(self, update: int, contributors: Sequence[int]) -> None:
         """Sum this replica's share of every gradient and send it to the others."""
-        if self._transport.ordered or self._transport.rank not in contributors:
+        if self._transport.ordered or self._me not in contributors:
             self.send(update, contributors)
-        for number, bucket in enumerate(self._buckets):
-            if bucket.owner not in (None, self._me):
-                continue
-            key, mine = self._key(TransferKind.SHARES, update, number), self._me if bucket.owner is None else 0
-            shares = [bucket.rows[mine] if rank == self._transport.rank else self._transport.receive(rank, key)[0]
-                      for rank in contributors]
-            total = bucket.sum(update).copy_(shares[0])
-            for share in shares[1:]:
-                total.add_(share)
-            if bucket.owner is None:
-                key = self._key(TransferKind.SUMS, update, number)
-                self._exchange(key, dict.fromkeys(self._others, total), self._others, bucket.spec)
+        for number, bucket in self._summed_here():
+            key, own = self._key(TransferKind.SHARES, update, number), bucket.rows[bucket.ranks.index(self._me)]
+            first, *others = [own if rank == self._me else self._transport.receive(rank, key)[0]
+                              for rank in contributors]
+            total = added(bucket.sum(update).copy_(first), others)
+            self._exchange(self._key(TransferKind.SUMS, update, number), dict.fromkeys(bucket.ranks, total),
+                           bucket.ranks, bucket.spec)
 
     # -- NORM or STEP: the sums are put together
 
     def gather(self, update: int) -> None:
         """Receive the sums, and make them the gradients of the stage; with owners, those of what this replica owns."""
         gradients: dict[int, Tensor | None] = {}
-        buckets = [bucket for bucket in self._buckets if bucket.owner in (None, self._me)]
-        for number, bucket in enumerate(buckets):
-            for row, rank in zip(bucket.rows, self._ranks if bucket.owner is None else [self._transport.rank],
-                                 strict=True):
-                own = rank == self._transport.rank
-                row.copy_(bucket.sum(update) if own else
+        for number, bucket in (summed := self._summed_here()):
+            for row, rank in zip(bucket.rows, bucket.ranks, strict=True):
+                row.copy_(bucket.sum(update) if rank == self._me else
                           self._transport.receive(rank, self._key(TransferKind.SUMS, update, number))[0])
         # One copy to the host for all buckets: a GPU is synchronized once.
-        counts = torch.cat([bucket.present.float() for bucket in buckets]).tolist() if buckets else []
-        present = iter(counts)
-        for bucket in buckets:
+        present = iter(torch.cat([bucket.present.float() for _, bucket in summed]).tolist() if summed else [])
+        for _, bucket in summed:
             gradients.update(bucket.gradients(list(islice(present, len(bucket.members)))))
         self._weights.put_gradients([None if (gradient := gradients.get(i)) is None else wrapped(gradient, leaf)
                                      for i, leaf in enumerate(self._weights.leaves())])
+
+    def _summed_here(self) -> list[tuple[int, _Bucket]]:
+        """Return the buckets of which this replica sums a row, with their numbers."""
+        return [(number, bucket) for number, bucket in enumerate(self._buckets) if self._me in bucket.ranks]
 
     # -- with owners: STEP sends the weights that it made, GATHER_W receives those of the others
 
@@ -266,19 +255,17 @@ class Reducer:
             self._exchange_weights(update)
         leaves = list(map(local, self._weights.leaves()))
         for number, bucket in enumerate(self._buckets):
-            if bucket.owner is not None and bucket.owner != self._me:
-                key = self._key(TransferKind.WEIGHTS, update, number)
-                bucket.put_weights(self._transport.receive(self._ranks[bucket.owner], key)[0], leaves)
+            [owner] = bucket.ranks
+            if owner != self._me:
+                flat = self._transport.receive(owner, self._key(TransferKind.WEIGHTS, update, number))[0]
+                bucket.put_weights(flat, leaves)
 
     def _exchange_weights(self, update: int) -> None:
         leaves = list(map(local, self._weights.leaves()))
         for number, bucket in enumerate(self._buckets):
-            key = self._key(TransferKind.WEIGHTS, update, number)
-            if bucket.owner == self._me:
-                flat = bucket.weights(update, leaves)
-                self._exchange(key, dict.fromkeys(self._others, flat), (), bucket.weights_spec)
-            elif bucket.owner is not None:
-                self._exchange(key, {}, [self._ranks[bucket.owner]], bucket.weights_spec)
+            own = bucket.weights(update, leaves) if bucket.ranks == [self._me] else None
+            self._exchange(self._key(TransferKind.WEIGHTS, update, number),
+                           {} if own is None else dict.fromkeys(self._others, own), bucket.ranks, bucket.weights_spec)
 
     def _key(self, kind: TransferKind, update: int, bucket: int) -> TransferKey:
         return TransferKey(kind, self._stage, update * len(self._buckets) + bucket)

@@ -141,9 +141,8 @@ def completed(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], 
                 partial[gradient.device_mesh, dim, gradient.dtype].append(i)
     for (mesh, dim, _), members in partial.items():
         parts = [local(gradient) for i in members if (gradient := done[i]) is not None]
-        total, *others = _gathered(torch.cat([part.reshape(-1) for part in parts]), mesh, dim)
-        for other in others:
-            total += other
+        first, *others = _gathered(torch.cat([part.reshape(-1) for part in parts]), mesh, dim)
+        total = added(first, others)
         for i, part, summed in zip(members, parts, torch.split(total, [p.numel() for p in parts]), strict=True):
             gradient = done[i]
             assert is_sharded(gradient)
@@ -152,6 +151,13 @@ def completed(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], 
     return [gradient.redistribute(placements=parameter.placements)
             if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements
             else gradient for gradient, parameter in zip(done, parameters, strict=True)]
+
+
+def added(total: Tensor, others: Iterable[Tensor]) -> Tensor:
+    """Add others to a tensor, in their order, so that all ranks get the same bits; return it."""
+    for other in others:
+        total += other
+    return total
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
