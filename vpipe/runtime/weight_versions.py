@@ -60,7 +60,8 @@ class WeightVersions:
         self.latest = 0
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
         self._first = self.used = self._graded = self._leaves[0]
-        self._rounds, self.masters = unrounded is not None, dict[str, nn.Parameter]()
+        self._rounds, self._sharded = unrounded is not None, any(map(is_sharded, parameters.values()))
+        self.masters: dict[str, nn.Parameter] = {}
         for name, leaf in parameters.items():
             master = self.masters[name] = nn.Parameter(leaf.data if unrounded is None else unrounded[name])
             master.__dict__.update(leaf.__dict__)  # attributes that were set on the parameter, as p.no_decay = True
@@ -273,7 +274,8 @@ class WeightVersions:
 
     def complete_gradients(self) -> None:
         """Add up the gradients that the ranks of a mesh have in parts."""
-        self.put_gradients(completed(self.gradients, self._graded, self.names))
+        if any(map(is_sharded, gradients := self.gradients)):
+            self.put_gradients(completed(gradients, self._graded, self.names))
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients."""
@@ -364,10 +366,14 @@ class WeightVersions:
     def _apply(self, change: Callable[[], object]) -> None:
         change()
         self._graded = self.leaves()
-        for master, leaf in zip(self.masters.values(), self._graded, strict=True):
+        for master in self.masters.values():
             master.grad = None
-            if not self._rounds and local(master).data_ptr() != local(leaf).data_ptr():  # p.data = ...
+        if not self._rounds and self._memory(self.masters.values()) != self._memory(self._graded):  # p.data = ...
+            for master, leaf in zip(self.masters.values(), self._graded, strict=True):
                 set_data(leaf, master.data)
+
+    def _memory(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        return list(map(Tensor.data_ptr, map(local, parameters) if self._sharded else parameters))
 
     def _make_next(self) -> None:
         latest = self._leaves[self.latest]
