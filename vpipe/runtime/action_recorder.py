@@ -19,7 +19,7 @@ from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
-from vpipe.schedules.kinds import GATHERED
+from vpipe.schedules.kinds import GATHERED, HALF, SAVED
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""
@@ -134,7 +134,7 @@ class Recorder:
             self._segment = worker.segment
             self._held.clear()  # microbatches of a segment that failed
             self._in_flight.clear()
-            self._unknown = set(worker.records)
+            self._unknown = worker.values.in_flight()
         counted = (op.per_microbatch and worker.segment.assignment.trains(stage)
                    and (stage, index) not in self._unknown)
         counter = self._counter_for(op, stage, index) if counted and (op.uses_version or op.remembers) else None
@@ -162,7 +162,7 @@ class Recorder:
         elif op.memory is not None and GATHERED in op.memory.frees:
             del self._held[stage, None]
         if self._unknown:
-            self._unknown &= worker.records.keys()
+            self._unknown &= worker.values.in_flight()
             return
         self.count += 1
         here = worker.stages.get(stage)
@@ -210,7 +210,8 @@ class Recorder:
         mine = self._in_flight[stage, microbatch]
         sizes = mine.sizes.bytes
         if mine.counter is not None:
-            sizes[op] = mine.counter.bytes(self.worker.records[stage, microbatch],
+            record = self.worker.values[HALF if op.first_half else SAVED, stage, microbatch]
+            sizes[op] = mine.counter.bytes(record,
                                            self.worker.stages[stage].modules.values())
         # An op that the first microbatch did not have is an R in a stage that recomputes nothing.
         if op in sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.outputs import Outputs, interleaved, joined
 from vpipe.runtime.step_results import read_at_once
 from vpipe.runtime.surroundings import Surroundings
+from vpipe.runtime.values import LOSS, WANTED
 from vpipe.schedules.assignment import Assignment
 
 
@@ -47,6 +48,7 @@ class Evaluation:
         See :meth:`vpipe.Pipeline.evaluate`.
         """
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self._workers}
+        outputs: dict[int, list[dict[str, Tensor]]] = {rank: [] for rank in losses}
         weights: list[float] = []  # of the labels, where the last stage is
         samples: list[int] = []
         # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
@@ -73,8 +75,8 @@ class Evaluation:
                 for worker in self._workers.values():
                     worker.drop_checksums(range(end - first))
                 for rank, own in losses.items():
-                    new = self._workers[rank].losses
-                    own += read_at_once([new.pop(number) for number in sorted(new)])
+                    own += read_at_once(self._workers[rank].values.take_all(LOSS))
+                    outputs[rank] += self._workers[rank].values.take_all(WANTED)
                 samples += [loader.samples(i, i + 1) for i in range(first, end)]
                 first = end
             self._loaders.end(loader)
@@ -87,7 +89,7 @@ class Evaluation:
         # The loss of a microbatch without a label may be NaN: it does not count.
         total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True) if size), sum(weights)
         self._interpreter.finish()
-        return results.over_lanes(total, weight), {} if wanted is None else self._outputs(samples)
+        return results.over_lanes(total, weight), {} if wanted is None else self._in_order(outputs, samples)
 
     def _read_ahead(self, loader: MicrobatchLoader, end: int) -> Callable[[], int]:
         """Read what an evaluation runs next; return a function that returns its end when all ranks have. A batch that
@@ -106,11 +108,13 @@ class Evaluation:
             return end
         return wait
 
-    def _outputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        """Return the outputs of an evaluation that is done, on every rank; ``samples``: of its microbatches."""
-        kept = {rank: self._workers[rank].outputs for rank in self._placement[-1] if rank in self._workers}
-        parts = self._collectives.of_last_stage({
-            rank: joined([own[number] for number in sorted(own)]) for rank, own in kept.items()})
-        for own in kept.values():
-            own.clear()
+    def _in_order(self, outputs: Mapping[int, Sequence[Mapping[str, Tensor]]],
+                  samples: Sequence[int]) -> dict[str, Tensor]:
+        """Return the outputs of an evaluation that is done, on every rank.
+
+        Args:
+            outputs: by rank of the last stage in this process.
+            samples: of every microbatch.
+        """
+        parts = self._collectives.of_last_stage({rank: joined(own) for rank, own in outputs.items()})
         return interleaved(parts, samples) if len(self._placement[-1]) > 1 else joined(parts)

@@ -20,6 +20,9 @@ from vpipe.model.model import Model
 Wanted = str | Sequence[str] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Names of tensors that the last layer reads or writes, or a function from all of these, by name, to others."""
 
+_Shapes = dict[str, tuple[str, list[int]]]
+"""Dtypes and shapes of outputs, by name, without dimension 0."""
+
 ROWS = "dimension 0 of every output counts samples: give a row for each, and add them up when evaluate returns them all"
 
 
@@ -37,6 +40,7 @@ class Outputs:
         last = model.layers[-1]
         self.names: tuple[str, ...] = tuple(dict.fromkeys((*last.inputs, *last.outputs)))
         self._function = wanted if callable(wanted) else None
+        self._first: _Shapes | None = None
         self._remedy = (f"name one of {', '.join(name for name in self.names if name != LOSS)}, or let the layer write "
                         "more: Layer(..., outputs=('loss', 'logits'))")
         if callable(wanted):
@@ -53,12 +57,11 @@ class Outputs:
     def __str__(self) -> str:
         return "of a function" if self._function is not None else ", ".join(self.names)
 
-    def of(self, tensors: Sequence[Tensor], samples: int, first: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return copies of the outputs of a microbatch in host memory.
+    def of(self, tensors: Sequence[Tensor], samples: int) -> dict[str, Tensor]:
+        """Return copies of the outputs of a microbatch in host memory, which must fit those of the first one.
 
         Args:
             tensors: those of :attr:`names`.
-            first: the outputs of another microbatch, which these must fit; None: there is none yet.
         """
         found: object = dict(zip(self.names, tensors, strict=True))
         if self._function is not None:
@@ -76,14 +79,15 @@ class Outputs:
             if not value.dim() or value.shape[0] != samples:
                 raise UserError(f"the output '{name}' of a microbatch of {samples} samples has the shape "
                                 f"{list(value.shape)}", hint=ROWS)
-        if first is not None:
-            _check_alike([first, found])
+        shapes = _shapes(found)
+        self._first = self._first or shapes
+        _check_alike([self._first, shapes])
         return {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Put outputs one after the other. Raises UserError where they do not fit."""
-    _check_alike(parts)
+    _check_alike(list(map(_shapes, parts)))
     return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
@@ -99,9 +103,12 @@ def interleaved(replicas: Sequence[Mapping[str, Tensor]], samples: Sequence[int]
     return joined([part for turn in zip_longest(*apart) for part in turn if part is not None])
 
 
-def _check_alike(parts: Sequence[Mapping[str, Tensor]]) -> None:
-    kinds = [{name: (str(value.dtype), list(value.shape[1:])) for name, value in part.items()} for part in parts]
-    if other := next((kind for kind in kinds if kind != kinds[0]), None):
-        raise UserError(f"outputs of one microbatch have dtypes and shapes, without the samples, of {kinds[0]}, those "
+def _shapes(outputs: Mapping[str, Tensor]) -> _Shapes:
+    return {name: (str(value.dtype), list(value.shape[1:])) for name, value in outputs.items()}
+
+
+def _check_alike(parts: Sequence[_Shapes]) -> None:
+    if other := next((part for part in parts if part != parts[0]), None):
+        raise UserError(f"outputs of one microbatch have dtypes and shapes, without the samples, of {parts[0]}, those "
                         f"of another of {other}", hint="give rows of one shape, such as a number per sample, or "
                         "evaluate batches of one shape at a time")

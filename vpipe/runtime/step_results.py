@@ -13,6 +13,7 @@ from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
+from vpipe.runtime.values import LOSS
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Assignment
@@ -94,8 +95,8 @@ class StepResults:
         """Send the results of a step to all others, if the last stage is on this rank."""
         if rank not in self._sources:
             return
-        known = self._workers[rank].losses
-        losses = [known[segment.base + i] for i in self._share(segment, step, rank)]
+        values = self._workers[rank].values
+        losses = [values[LOSS, self._last_stage, i] for i in self._share(segment, step, rank)]
         stop = float(rank == self._sources[0] and self.stop())
         own = self._own[step, rank] = [stop, *read_at_once(losses)]
         for peer in self._listeners:
@@ -146,7 +147,7 @@ class StepResults:
         for rank in self._sources:
             if rank in self._workers:
                 for i in self._share(segment, step, rank):
-                    del self._workers[rank].losses[segment.base + i]
+                    del self._workers[rank].values[LOSS, self._last_stage, i]
         losses = self._in_order([each[1:] for each in results], microbatches, segment.assignment)
         if segment.loader.labels is not None:  # a mean over no labels, which counts for nothing, is NaN
             losses = [each * weight if (weight := segment.weight(i)) else 0.0

@@ -35,8 +35,10 @@ from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.transport import Transport
+from vpipe.runtime.values import LOSS, WANTED, Values
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op
+from vpipe.schedules.kinds import CARRIED, CARRIED_GRADIENT, HALF, SAVED
 from vpipe.schedules.setting import TiedVersionOf
 from vpipe.schedules.size import Placement
 
@@ -79,12 +81,13 @@ def check_runnable(present: Collection[Kind]) -> None:
 
 
 class Worker:
-    """Execute the actions of one rank. Its stores (records, transfers, pins) are empty at the end of a segment.
+    """Execute the actions of one rank. What they make is in its :attr:`values`; none is left at the end of a segment.
 
     This is the executor ``overlapped``. Another executor is a subclass (:class:`~vpipe.description.Executor`): it adds
     to ``around``, or overrides the parts of a forward and a backward that have public names.
 
     Attributes:
+        values: that actions have made, and others will take.
         around: functions that each action is given to, with a function that executes it; the last one is outermost.
 
     Args:
@@ -108,16 +111,12 @@ class Worker:
         self._p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression),
                                  kept)
         self.last_stage = len(placement) - 1
-        self.records: dict[tuple[int, int], Record] = {}
-        self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
+        self.values = Values()
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
-        self.outputs: dict[int, dict[str, Tensor]] = {}  # of the last stage, by microbatch of the evaluation
         self._holds = False
         self.held: tuple[int, int, BaseException] | None = None  # at which microbatch and stage, and what
         self.passing = False  # whether it passes on stand-ins to the end of the segment
         self._batch: tuple[int, int] | None = None
-        self._carried: dict[tuple[int, int], dict[str, Tensor]] = {}  # to a slice, by stage and microbatch
-        self._carried_gradients: dict[tuple[int, int], dict[str, Tensor]] = {}  # likewise
         self._activations = dict.fromkeys(stages, 0)
         self.seconds: dict[tuple[int, Kind], float] = defaultdict(float)  # by stage
         self.peak_activations = dict.fromkeys(stages, 0)
@@ -193,9 +192,7 @@ class Worker:
             if self.segment.training and not self.segment.assignment.flush:
                 stage.check_hooks()  # that a forward has registered: with a flush the next batch sees them
         self.transport.finish()
-        stores = {"records": self.records, "tensors for another slice": {**self._carried, **self._carried_gradients},
-                  **self._p2p.stores()}
-        left = [name for name, store in stores.items() if store]
+        left = self.values.left() + [name for name, store in self._p2p.stores().items() if store]
         left += [f"pinned weights of stage {s}" for s, stage in self.stages.items()
                  for weights in stage.all_weights if weights.pinned]
         if left:
@@ -204,8 +201,7 @@ class Worker:
 
     def abandon(self) -> None:
         """Drop the state of a segment that failed before any stage of this process made a step."""
-        for store in (self.records, self.losses, self._carried, self._carried_gradients):
-            store.clear()
+        self.values.clear()
         self._activations = dict.fromkeys(self.stages, 0)
         for part in (self._p2p, self.tied, self.optimizer_steps, self.transport, self.offloads):
             part.abandon()
@@ -227,7 +223,6 @@ class Worker:
             holds: whether an error of a layer is :attr:`held`, since other processes go on, as one of ``wanted`` is.
         """
         self.wanted, self._holds, self.held, self.passing = wanted, holds, None, False
-        self.outputs.clear()
         with self.uncounted(), ExitStack() as stack:
             for number, stage in self.stages.items():
                 stack.enter_context(stage.evaluating())
@@ -238,6 +233,7 @@ class Worker:
             try:
                 yield
             except BaseException:
+                self.values.clear()
                 self.held = None
                 self._p2p.forget_specs()
                 raise
@@ -302,12 +298,12 @@ class Worker:
         stage = self.stages[stage_index]
         if inputs.pins is not None:
             received = dict(zip(stage.spec.inputs, inputs.received, strict=False))  # a stand-in may have none
-            self.records[stage_index, microbatch] = Record(
+            self.values[SAVED, stage_index, microbatch] = Record(
                 [SpanActivations(received, None)], {}, inputs.key, inputs.pins, split=False)
         if stage_index < self.last_stage:
             self._p2p.put_stand_ins(stage_index, microbatch, inputs.signature, stage)
         else:
-            self.losses[self.segment.base + microbatch] = torch.zeros((), device="cpu")
+            self.values[LOSS, stage_index, microbatch] = torch.zeros((), device="cpu")
 
     def _hold(self, error: Exception, action: Action) -> None:
         """Hold an error until all ranks are at the end of the segment, and pass on stand-ins where all can."""
@@ -335,19 +331,18 @@ class Worker:
             if wanted is not None and self.held is None:
                 ((_, (samples, *_)), *_) = inputs.signature
                 try:
-                    self.outputs[self.segment.first + microbatch] = wanted.of(
-                        outputs[1:], samples, next(iter(self.outputs.values()), None))
+                    self.values[WANTED, stage_index, microbatch] = wanted.of(outputs[1:], samples)
                 except Exception as error:
                     self._hold(error, Action(Op.FORWARD, stage_index, microbatch))
             return outputs, None
-        past = self._carried.pop((stage_index, microbatch), NO_TENSORS)
+        past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
         given = (*inputs.received, *inputs.fields.values(), *past.values())
         with self.offloads.saving(stage_index, microbatch, given):
             outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
                                             split=self.is_split(stage_index, microbatch),
                                             sliced=inputs.sliced, past=past)
         if record.carried:
-            self._carried[stage_index, microbatch + 1], record.carried = record.carried, {}
+            self.values[CARRIED, stage_index, microbatch], record.carried = record.carried, {}
         return outputs, record
 
     def _post_activations(self, stage_index: int, microbatch: int) -> None:
@@ -384,12 +379,13 @@ class Worker:
             self._check_wants_no_gradient(stage_index, outputs)
             self.stages[stage_index].unpin(record.pins)
         elif record is not None:
-            self.records[stage_index, microbatch] = record
+            self.values[SAVED, stage_index, microbatch] = record
             held = self._activations[stage_index] = self._activations[stage_index] + 1
             if held > self.peak_activations[stage_index]:
                 self.peak_activations[stage_index] = held
         if stage_index == self.last_stage:
-            self._store_loss(microbatch, outputs[0])
+            self._check_loss(microbatch, outputs[0])
+            self.values[LOSS, stage_index, microbatch] = outputs[0].detach()
             if record is not None and not outputs[0].requires_grad:
                 self._check_loss_may_be_constant(stage_index, microbatch, inputs)
             return
@@ -412,18 +408,17 @@ class Worker:
                             "any parameter",
                             hint="compute it from what the layers return, without detach(), item() or torch.no_grad()")
 
-    def _store_loss(self, microbatch: int, loss: Tensor) -> None:
+    def _check_loss(self, microbatch: int, loss: Tensor) -> None:
         if loss.numel() != 1:
             last, name = list(self.stages[self.last_stage].layer_names.items())[-1]
             raise UserError(f"the loss of layer {last} '{name}' has shape {list(loss.shape)} for "
                             f"{self.segment.describe(microbatch)}",
                             hint="the last layer must return one number: the mean over its samples")
-        self.losses[self.segment.base + microbatch] = loss.detach()
 
     # -- backward --------------------------------------------------------------------------------------
 
     def backward(self, stage_index: int, microbatch: int) -> None:
-        stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
+        stage, record = self.stages[stage_index], self.values.pop((SAVED, stage_index, microbatch))
         gradients = self.output_gradients(stage_index, microbatch, record)
         with self.completing(stage_index, microbatch, whole=not (record.split or record.weightless)):
             returned = self._returned(Action(Op.BACKWARD, stage_index, microbatch), stage.backward, record, gradients)
@@ -432,9 +427,10 @@ class Worker:
         self.end_backward(stage_index, microbatch, returned)
 
     def _backward_input(self, stage_index: int, microbatch: int) -> None:
-        stage, record = self.stages[stage_index], self.records[stage_index, microbatch]
+        stage, record = self.stages[stage_index], self.values.pop((SAVED, stage_index, microbatch))
         gradients = self.output_gradients(stage_index, microbatch, record)
         returned = self._returned(Action(Op.INPUT, stage_index, microbatch), stage.backward_input, record, gradients)
+        self.values[HALF, stage_index, microbatch] = record
         self._give_back(stage_index, microbatch, record)
         self.end_backward(stage_index, microbatch, returned)
 
@@ -452,7 +448,7 @@ class Worker:
                 if name in inputs and inputs[name].requires_grad]
 
     def _backward_weight(self, stage_index: int, microbatch: int) -> None:
-        stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
+        stage, record = self.stages[stage_index], self.values.pop((HALF, stage_index, microbatch))
         stage.prepare_backward(record.pins)
         with self.completing(stage_index, microbatch, whole=False):
             stage.backward_weight(record)
@@ -473,7 +469,7 @@ class Worker:
             self.optimizer_steps.reduce(stage_index, update)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
-        self.stages[stage_index].recompute(self.records[stage_index, microbatch])
+        self.stages[stage_index].recompute(self.values[SAVED, stage_index, microbatch])
 
     def output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         """Prepare a stage for the backward of a microbatch; return the gradients of its outputs, by name."""
@@ -482,13 +478,13 @@ class Worker:
             self._staleness[stage_index] = staleness
         stage.prepare_backward(record.pins)
         if record.slice is not None:
-            record.carried = self._carried_gradients.pop((stage_index, microbatch), {})
+            record.carried = self.values.pop((CARRIED_GRADIENT, stage_index, microbatch + 1), {})
         if stage_index == self.last_stage:
             if not self.segment.weight(microbatch):
                 if record.carried:  # the slice is needed by the next one alone
                     return {}
                 record.weightless = True
-            loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
+            loss, steps = self.values[LOSS, stage_index, microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler.value
             share = torch.full_like(loss, self._share(microbatch, scale))
             # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
@@ -499,7 +495,7 @@ class Worker:
     def _give_back(self, stage_index: int, microbatch: int, record: Record) -> None:
         """Store the gradients of what the slice before has carried to this one."""
         if record.carried_gradients:
-            self._carried_gradients[stage_index, microbatch - 1] = record.carried_gradients
+            self.values[CARRIED_GRADIENT, stage_index, microbatch] = record.carried_gradients
             record.carried_gradients = {}
 
     def _share(self, microbatch: int, scale: float) -> float:

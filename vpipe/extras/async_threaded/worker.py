@@ -343,7 +343,7 @@ class ThreadedWorker(Worker):
     def completing(self, stage_index: int, microbatch: int, whole: bool) -> Iterator[None]:
         stage = self.stages[stage_index]
         everything = [stage.weights, *stage.borrowed.values()]
-        last = not any(other == stage_index for other, _ in self.records)
+        last = not any(other == stage_index for other, _ in self.values.in_flight())
         with super().completing(stage_index, microbatch, whole=False):
             yield
             self._apart[stage_index][microbatch] = [weights.pop_gradients() for weights in everything]
