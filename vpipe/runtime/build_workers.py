@@ -20,15 +20,17 @@ from vpipe.runtime.companions import Companion, Extrapolation, WeightAverage
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
 from vpipe.runtime.optimizer_step import LossScaler, OptimizerSteps
+from vpipe.runtime.p2p import P2PTransfers
 from vpipe.runtime.reducer import Reducer, count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
-from vpipe.runtime.transport.compression import Compression
+from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.process_group import transport_class
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
+from vpipe.runtime.values import Values
 from vpipe.runtime.weight_versions import HOOKS
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import describe_rank
@@ -131,11 +133,12 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
                     for s, stage in stages.items() if len(placement[s]) > 1}
         steps = OptimizerSteps(stages, optimizers, reducers, tied, transport, update, scaler, companions)
+        p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression), kept,
+                           Values())
         workers[rank] = make_worker(
-            rank, placement, stages, steps, tied, transport,
+            stages, steps, tied, transport, p2p,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
-            schedule.offloaded_stages,
-            compression, FullyShardedStages(stages, group), kept)
+            schedule.offloaded_stages, FullyShardedStages(stages, group), len(placement) - 1)
     return workers
 
 

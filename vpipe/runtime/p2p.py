@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+from vpipe.runtime.values import KEPT, Values
+from vpipe.schedules.kinds import OUTPUT, OUTPUT_GRADIENT
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
 
@@ -42,24 +44,31 @@ class _OutputSpecs(NamedTuple):
             for spec, t in zip(self.outputs, outputs, strict=True))
 
 
+class _Leaving(NamedTuple):
+    """Outputs that another rank needs, until they are sent."""
+
+    tensors: list[Tensor]
+    specs: list[TensorSpec]
+    signature: Signature
+
+
 class P2PTransfers:
     """Send and receive activations and gradients between the stages of one rank and their neighbours.
 
-    Stages on the same rank pass tensors without a transfer. The first transfer for a new batch shape carries a header
-    with its specs. Later receives on that channel are posted after it arrives, in send order.
+    They lie in the rank's values: a list of a stage's outputs, a dict of their gradients by name. A stage on the same
+    rank takes them there; a send takes them for another rank, whose transport has them until its stage asks for them.
+    The first transfer for a new batch shape carries a header with its specs. Later receives on that channel are posted
+    after it arrives, in send order.
 
     Args:
         kept: inputs that ranks have, by stage.
     """
 
-    def __init__(self, transport: Transport | CompressedTransport, kept: Mapping[int, KeptInputs]) -> None:
-        self._transport, self._kept = transport, kept
+    def __init__(self, transport: Transport | CompressedTransport, kept: Mapping[int, KeptInputs],
+                 values: Values) -> None:
+        self._transport, self._kept, self.values = transport, kept, values
         self._kept_for = {each.since: stage for stage, each in kept.items()}
-        self._there: dict[tuple[int, int], dict[str, Tensor]] = {}  # what is kept, for a stage and microbatch
-        self._local: dict[TransferKey, list[Tensor]] = {}  # from a stage on this same rank
-        self._unsent: dict[TransferKey, tuple[list[Tensor], list[TensorSpec], Signature]] = {}
         self._specs: dict[tuple[int, _Kind, Signature], _OutputSpecs] = {}  # by stage
-        self._expected: dict[tuple[int, int], _OutputSpecs] = {}  # gradients, by stage and microbatch
         self._announced: dict[_Channel, list[TensorSpec]] = {}
         self._incoming: dict[_Channel, list[TensorSpec]] = {}
         # Receives in order, by stage and peer: the header of the first is posted, the others are posted after it.
@@ -68,26 +77,15 @@ class P2PTransfers:
 
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
+        self._queued.clear()  # receives that one process has posted for microbatches which did not come
         self._segment, self._rank_of = segment, segment.assignment.rank_of
         self._kind = segment.training, segment.autocast
 
     @property
     def kept_bytes(self) -> int:
         """The bytes that are kept for later stages of the rank, besides what microbatches of earlier ones hold."""
-        return bytes_of(tensors[name] for (stage, _), tensors in self._there.items()
-                        for name in self._kept[stage].made)
-
-    def stores(self) -> Mapping[str, Sized]:
-        """Return what must be empty at the end of a segment, by name."""
-        return {"arrived tensors": self._local, "kept tensors": self._there, "unsent tensors": self._unsent,
-                "expected gradients": self._expected,
-                "receives of unknown shape": [key for queue in self._queued.values() for key in queue]}
-
-    def abandon(self) -> None:
-        """Drop all transfers under way and expected."""
-        for store in (self._local, self._there, self._unsent, self._expected, self._queued):
-            store.clear()
-        self.forget_specs()
+        return bytes_of(tensors[name] for (value, stage, _), tensors in self.values.items() if value is KEPT
+                        for name in self._kept[stage].made) if self._kept else 0
 
     def forget_specs(self) -> None:
         """Announce specs anew from now on, as every rank does."""
@@ -105,21 +103,26 @@ class P2PTransfers:
         """Return the outputs of the stage before, with those that were kept here; none for the first stage."""
         if stage == 0:
             return []
-        peer, key = self.source(_ACTIVATIONS, stage, microbatch)
-        queue = self._queued[stage, peer]
-        while queue and any(key == queued for queued, _ in queue):
-            self._receive_specs(peer, queue)
-        received = self._receive(peer, key)
+        received: list[Tensor] | None = self.values.pop((OUTPUT, stage - 1, microbatch), None)
+        if received is None:
+            peer, key = self.source(_ACTIVATIONS, stage, microbatch)
+            queue = self._queued[stage, peer]
+            while queue and any(key == queued for queued, _ in queue):
+                self._receive_specs(peer, queue)
+            received = self._transport.receive(peer, key)
         if stage not in self._kept:
             return received
-        there, sent = self._there.pop((stage, microbatch)), iter(received)
+        there, sent = self.values.pop((KEPT, stage, microbatch)), iter(received)
         return [tensor for name in self._kept[stage].inputs
                 for tensor in ([there[name]] if name in there else islice(sent, 1))]
 
     def receive_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of the outputs that want one, by name."""
-        names = self._expected.pop((stage, microbatch)).gradient_names
-        return dict(zip(names, self._receive(*self.source(_GRADIENTS, stage, microbatch)), strict=True))
+        gradients: dict[str, Tensor] | _OutputSpecs = self.values.pop((OUTPUT_GRADIENT, stage, microbatch))
+        if isinstance(gradients, _OutputSpecs):
+            received = self._transport.receive(*self.source(_GRADIENTS, stage, microbatch))
+            return dict(zip(gradients.gradient_names, received, strict=True))
+        return gradients
 
     def put_activations(self, stage: int, microbatch: int, signature: Signature, names: Sequence[str],
                         outputs: list[Tensor]) -> None:
@@ -129,18 +132,18 @@ class P2PTransfers:
         if specs is None or not specs.match(outputs):
             specs = self._specs[stage, self._kind, signature] = self._specs_of(stage, names, outputs)
         if self._segment.training and self._segment.assignment.trains(stage):
-            self._expected[stage, microbatch] = specs
+            self.values[OUTPUT_GRADIENT, stage, microbatch] = specs
         if stage in self._kept_for:
             later = self._kept_for[stage]
             # Another leaf of the same memory: within one process the stages between read this one.
-            self._there[later, microbatch] = {name: t.detach().requires_grad_(t.requires_grad)
-                                              for name, t in zip(names, outputs, strict=True)
-                                              if name in self._kept[later].names}
+            self.values[KEPT, later, microbatch] = {name: t.detach().requires_grad_(t.requires_grad)
+                                                     for name, t in zip(names, outputs, strict=True)
+                                                     if name in self._kept[later].names}
         if stage + 1 in self._kept:
             there = self._kept[stage + 1].names
             outputs = [t for name, t in zip(names, outputs, strict=True) if name not in there]
-        key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
-        self._put(key, microbatch, outputs, specs.sent, signature)
+        here = self._rank_of(stage + 1, microbatch) == self._transport.rank
+        self.values[OUTPUT, stage, microbatch] = outputs if here else _Leaving(outputs, specs.sent, signature)
 
     def put_stand_ins(self, stage: int, microbatch: int, signature: Signature, of: Stage) -> None:
         """Put something in place of outputs that could not be computed: zeros, or nothing where the other rank does not
@@ -153,7 +156,9 @@ class P2PTransfers:
 
     def put_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
         """Give the gradients of a stage's inputs to the stage before, or store them for their send."""
-        self._put(TransferKey(_GRADIENTS, stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
+        expected: _OutputSpecs | None = self.values.get((OUTPUT_GRADIENT, stage - 1, microbatch))
+        self.values[OUTPUT_GRADIENT, stage - 1, microbatch] = gradients if expected is None else dict(
+            zip(expected.gradient_names, gradients, strict=True))
 
     def _specs_of(self, stage: int, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
         specs = [TensorSpec.from_tensor(t) for t in outputs]
@@ -163,22 +168,13 @@ class P2PTransfers:
                   for name, spec in zip(names, specs, strict=True) if spec.wants_gradient]
         return _OutputSpecs(specs, sent, [name for name, _ in wanted], [spec for _, spec in wanted])
 
-    def _put(self, key: TransferKey, microbatch: int, tensors: list[Tensor], specs: list[TensorSpec],
-             signature: Signature) -> None:
-        if self._rank_of(key.stage, microbatch) == self._transport.rank:
-            self._local[key] = tensors
-        else:
-            self._unsent[key] = tensors, specs, signature
-
-    def _receive(self, peer: int, key: TransferKey) -> list[Tensor]:
-        return self._local.pop(key) if key in self._local else self._transport.receive(peer, key)
-
     # -- SEND_F, RECV_F, SEND_B, RECV_B --------------------------------------------------------------------
 
     def send_activations(self, stage: int, microbatch: int) -> None:
         """Send a stage's outputs to the next stage, with a header if it does not know their specs."""
         key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
-        peer, (tensors, specs, signature) = self._rank_of(key.stage, microbatch), self._unsent.pop(key)
+        peer, leaving = self._rank_of(key.stage, microbatch), self.values.pop((OUTPUT, stage, microbatch))
+        tensors, specs, signature = leaving
         channel = (key.stage, peer, self._kind, signature)
         known = self._announced.get(channel)
         if known is None:
@@ -223,8 +219,10 @@ class P2PTransfers:
     def send_gradients(self, stage: int, microbatch: int) -> None:
         """Send the gradients of a stage's inputs to the stage before."""
         key = TransferKey(_GRADIENTS, stage - 1, self._segment.base + microbatch)
-        self._transport.send(self._rank_of(key.stage, microbatch), key, self._unsent.pop(key)[0])
+        gradients = self.values.pop((OUTPUT_GRADIENT, stage - 1, microbatch))
+        self._transport.send(self._rank_of(key.stage, microbatch), key, gradients)
 
     def post_gradients(self, stage: int, microbatch: int) -> None:
         """Post the receive of the gradients of a stage's outputs."""
-        self._transport.post(*self.source(_GRADIENTS, stage, microbatch), self._expected[stage, microbatch].gradients)
+        expected: _OutputSpecs = self.values[OUTPUT_GRADIENT, stage, microbatch]
+        self._transport.post(*self.source(_GRADIENTS, stage, microbatch), expected.gradients)

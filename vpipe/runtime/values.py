@@ -8,6 +8,7 @@ from vpipe.schedules.kinds import HALF, SAVED, Needed, Value
 
 LOSS = Value("loss")
 WANTED = Value("outputs of an evaluation")
+KEPT = Value("inputs kept for a later stage of the rank")
 OUTLIVING = frozenset({LOSS, WANTED})
 """Values that outlive a segment: who collects the results of a step or an evaluation takes them."""
 

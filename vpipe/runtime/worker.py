@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from vpipe import accelerator
-from vpipe.description.cut import KeptInputs
 from vpipe.distributed.fault import may_follow
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
@@ -33,14 +32,12 @@ from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
-from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.transport import Transport
-from vpipe.runtime.values import LOSS, WANTED, Values
+from vpipe.runtime.values import LOSS, WANTED
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op
 from vpipe.schedules.kinds import CARRIED, CARRIED_GRADIENT, HALF, SAVED
 from vpipe.schedules.setting import TiedVersionOf
-from vpipe.schedules.size import Placement
 
 IsSplit = Callable[[int, int], bool]
 """(stage, microbatch) -> whether its backward comes in two halves."""
@@ -91,27 +88,24 @@ class Worker:
         around: functions that each action is given to, with a function that executes it; the last one is outermost.
 
     Args:
-        placement: ranks per stage.
         stages: of this rank.
+        steps: of their optimizers.
         tied: weights of these stages that other stages share.
+        transport: of the rank.
+        p2p: transfers between these stages and their neighbours.
         comparison: of batches, where other processes read them, too.
         offloaded: stages of which the schedule offloads activations.
-        compression: of activations and gradients.
         fully_sharded: these stages where lanes share out their weights.
-        kept: inputs that ranks have since earlier stages of theirs, by stage.
+        last_stage: of the pipeline.
     """
 
-    def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], steps: OptimizerSteps,
-                 tied: TiedWeights, transport: Transport, comparison: BatchComparison | None,
-                 offloaded: Collection[int], compression: Compression | None, fully_sharded: FullyShardedStages,
-                 kept: Mapping[int, KeptInputs]) -> None:
-        self.rank, self.stages, self.transport, self.optimizer_steps = rank, stages, transport, steps
+    def __init__(self, stages: Mapping[int, Stage], steps: OptimizerSteps, tied: TiedWeights, transport: Transport,
+                 p2p: P2PTransfers, comparison: BatchComparison | None, offloaded: Collection[int],
+                 fully_sharded: FullyShardedStages, last_stage: int) -> None:
+        self.rank, self.stages, self.transport, self.optimizer_steps = transport.rank, stages, transport, steps
         self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
-        self.fully_sharded = fully_sharded
-        self._p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression),
-                                 kept)
-        self.last_stage = len(placement) - 1
-        self.values = Values()
+        self.fully_sharded, self.last_stage = fully_sharded, last_stage
+        self._p2p, self.values = p2p, p2p.values
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self._holds = False
         self.held: tuple[int, int, BaseException] | None = None  # at which microbatch and stage, and what
@@ -192,7 +186,7 @@ class Worker:
             if self.segment.training and not self.segment.assignment.flush:
                 stage.check_hooks()  # that a forward has registered: with a flush the next batch sees them
         self.transport.finish()
-        left = self.values.left() + [name for name, store in self._p2p.stores().items() if store]
+        left = self.values.left()
         left += [f"pinned weights of stage {s}" for s, stage in self.stages.items()
                  for weights in stage.all_weights if weights.pinned]
         if left:
@@ -203,7 +197,8 @@ class Worker:
         """Drop the state of a segment that failed before any stage of this process made a step."""
         self.values.clear()
         self._activations = dict.fromkeys(self.stages, 0)
-        for part in (self._p2p, self.tied, self.optimizer_steps, self.transport, self.offloads):
+        self._p2p.forget_specs()
+        for part in (self.tied, self.optimizer_steps, self.transport, self.offloads):
             part.abandon()
         for stage in self.stages.values():
             for weights in stage.all_weights:
