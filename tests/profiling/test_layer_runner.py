@@ -19,8 +19,8 @@ from vpipe.description.precision import Precision
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
 from vpipe.profiling.layer_runner import LayerCounts, LayerInputs, LayerRunner, count_layer, gradients_for
-from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.values import ActivationCounter
 
 CPU = torch.device("cpu")
 H = 4 * 6 * WIDTH * 4
@@ -150,7 +150,8 @@ def test_measured_bytes_until_the_weight_half_are_those_of_the_runtime(model: Mo
             record = runner.forward(copies, split=True)[1]
         del copies
         runner.backward(record, gradients, split=True)
-        assert counts.weight_half_bytes == kept.bytes(record, runner.stage.modules.values()), layer.name
+        assert counts.weight_half_bytes == kept.bytes(
+            record.tensors(), record.fields.values(), runner.stage.modules.values()), layer.name
         tensors |= outputs
 
 
@@ -192,7 +193,7 @@ def really_kept(model: Model, layers: range, dropped: tuple[int, ...], tensors: 
         outputs, record = stage.forward([tensors[name].detach().clone().requires_grad_(tensors[name].requires_grad)
                                          for name in inputs], {n: batch[n].clone() for n in spec.fields}, (0, 0), {})
     del outputs
-    return kept.bytes(record, stage.modules.values())
+    return kept.bytes(record.tensors(), record.fields.values(), stage.modules.values())
 
 
 WIDE = 64

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError
 from vpipe.runtime import action_recorder as trace
-from vpipe.runtime import activations as kept
+from vpipe.runtime import values as kept
 from vpipe.runtime.microbatches import Batch
 from vpipe.schedules.action import Kind, Op, RecordedAction, RecordedEvaluation
 

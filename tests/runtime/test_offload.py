@@ -13,8 +13,8 @@ from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
-from vpipe.runtime.activations import storage_of
 from vpipe.runtime.offload import SavedTensors
+from vpipe.runtime.values import storage_of
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.registry import Program, RegisteredSchedule

@@ -19,11 +19,12 @@ from vpipe.description.precision import FP32, Precision
 from vpipe.model.layer import LOSS
 from vpipe.model.model import Model
 from vpipe.plan.profile import TensorBytes
-from vpipe.runtime.activations import ActivationCounter, Record
+from vpipe.runtime.activations import Record
 from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
+from vpipe.runtime.values import ActivationCounter
 from vpipe.torch_private import TorchDispatchMode, flash_attention_on_cpu, tree_leaves
 
 

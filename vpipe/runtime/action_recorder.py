@@ -14,12 +14,13 @@ from torch.profiler import record_function
 
 from vpipe import accelerator
 from vpipe.errors import RunError
-from vpipe.runtime.activations import ActivationCounter, bytes_of
-from vpipe.runtime.microbatches import Segment, Signature
+from vpipe.runtime.activations import Record
+from vpipe.runtime.microbatches import Signature
 from vpipe.runtime.sharded_tensors import local
+from vpipe.runtime.values import ActivationCounter, bytes_of
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
-from vpipe.schedules.kinds import GATHERED, HALF, SAVED
+from vpipe.schedules.kinds import GATHERED
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""
@@ -39,9 +40,18 @@ class _Sizes:
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _Counted:
+    """What a recorder knows of the bytes of a record, which lies among the values of a rank.
+
+    Attributes:
+        counter: None where the sizes are known.
+        bytes: that the record holds now.
+    """
+
+    recorder: Recorder
     sizes: _Sizes
     counter: ActivationCounter | None
+    bytes: int = 0
 
 
 class _DeviceTimes:
@@ -91,11 +101,8 @@ class Recorder:
         device = next(iter(worker.stages.values())).device
         self._device_times = None if device.type == "cpu" else _DeviceTimes(device)
         self._now: Callable[[], Any] = perf_counter if self._device_times is None else self._device_times.mark
-        self._segment: Segment | None = None
         self._weighed = dict[int, int]()
-        self._held: dict[tuple[int, int | None], int] = {}  # bytes by stage and microbatch; None: gathered weights
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._unknown = set[tuple[int, int]]()  # of those in flight
+        self._gathered: dict[int, int] = {}  # bytes of weights, by stage
         self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
 
     @property
@@ -130,14 +137,8 @@ class Recorder:
         if self.full:
             run()
             return
-        if worker.segment is not self._segment:
-            self._segment = worker.segment
-            self._held.clear()  # microbatches of a segment that failed
-            self._in_flight.clear()
-            self._unknown = worker.values.in_flight()
-        counted = (op.per_microbatch and worker.segment.assignment.trains(stage)
-                   and (stage, index) not in self._unknown)
-        counter = self._counter_for(op, stage, index) if counted and (op.uses_version or op.remembers) else None
+        counted = self._counted(op, stage, index)
+        counter = counted.counter if counted is not None and (op.uses_version or op.remembers) else None
         transport, waits = worker.transport, list[tuple[torch.Event, torch.Event]]()
         if self._device_times is not None and transport.ordered:  # else the host waits
             transport.device_waits = waits
@@ -150,26 +151,27 @@ class Recorder:
         finally:
             transport.device_waits = None
         ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
-        if counted and (op.uses_version or op.remembers or op.first_half):
-            self._keep(op, stage, index)
-        elif counted and op.completes:
-            self._held.pop((stage, index), None)
-            self._in_flight.pop((stage, index)).sizes.known = not worker.offloads.may_offload(stage)
+        records = worker.values.records()
+        if counted is not None and (stage, index) in records:
+            self._keep(op, counted, records[stage, index], stage)
+        elif counted is not None:
+            counted.sizes.known = not worker.stages[stage].offloaded
         elif op.memory is not None and GATHERED in op.memory.takes:
             leaves = worker.stages[stage].weights.leaves()  # they stand in place of the parts of static bytes
             own = sum(local(leaf).nbytes for leaf in worker.fully_sharded.divided[stage])
-            self._held[stage, None] = 2 * sum(leaf.nbytes for leaf in leaves) - own  # with their gradients
+            self._gathered[stage] = 2 * sum(leaf.nbytes for leaf in leaves) - own  # with their gradients
         elif op.memory is not None and GATHERED in op.memory.frees:
-            del self._held[stage, None]
-        if self._unknown:
-            self._unknown &= worker.values.in_flight()
-            return
+            del self._gathered[stage]
+        held = sum(self._gathered.values()) + worker.kept_bytes
+        for record in records.values():
+            if not self._knows(record):
+                return
+            held += record.counted.bytes
         self.count += 1
         here = worker.stages.get(stage)
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
                               waited if self._device_times is None else (waited, waits),
-                              sum(self._held.values()) + worker.kept_bytes,
-                              0 if here is None else here.weights.version_count))
+                              held, 0 if here is None else here.weights.version_count))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -193,29 +195,37 @@ class Recorder:
                            for p in module.parameters() if not p.requires_grad)
                 for index, size in self.weight_bytes().items()}
 
-    def _counter_for(self, op: Kind, stage: int, microbatch: int) -> ActivationCounter | None:
-        """Return the counter of an action's activations; None where their size is known."""
-        if op.uses_version:
-            segment = self.worker.segment
-            sizes = self._sizes[stage, self.worker.is_split(stage, microbatch),
-                                segment.loader.signature(segment.first + microbatch)]
-            before = [(earlier, microbatch) for earlier in self.worker.stages if earlier < stage]
-            before += [(stage, microbatch - 1)][:microbatch % segment.assignment.slices]
-            self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter([
-                each.counter for key in before if (each := self._in_flight.get(key)) and each.counter]))
-        return self._in_flight[stage, microbatch].counter
+    def _knows(self, record: Record) -> bool:
+        """Return whether this recorder has counted a record from its forward on."""
+        return record.counted is not None and record.counted.recorder is self
 
-    def _keep(self, op: Kind, stage: int, microbatch: int) -> None:
+    def _counted(self, op: Kind, stage: int, microbatch: int) -> _Counted | None:
+        """Return what is known of the record that an action makes, changes or takes; None where it does neither."""
+        worker = self.worker
+        if not (op.per_microbatch and worker.segment.assignment.trains(stage)):
+            return None
+        records = worker.values.records()
+        if not op.uses_version:
+            record = records.get((stage, microbatch)) if op.remembers or op.returns or op.completes else None
+            return record.counted if record is not None and self._knows(record) else None
+        segment = worker.segment
+        sizes = self._sizes[stage, worker.is_split(stage, microbatch),
+                            segment.loader.signature(segment.first + microbatch)]
+        before = [(earlier, microbatch) for earlier in worker.stages if earlier < stage]
+        before += [(stage, microbatch - 1)][:microbatch % segment.assignment.slices]
+        return _Counted(self, sizes, None if sizes.known else ActivationCounter([
+            record.counted.counter for key in before
+            if (record := records.get(key)) and self._knows(record) and record.counted.counter]))
+
+    def _keep(self, op: Kind, counted: _Counted, record: Record, stage: int) -> None:
         """Take note of the bytes that an action keeps."""
-        mine = self._in_flight[stage, microbatch]
-        sizes = mine.sizes.bytes
-        if mine.counter is not None:
-            record = self.worker.values[HALF if op.first_half else SAVED, stage, microbatch]
-            sizes[op] = mine.counter.bytes(record,
-                                           self.worker.stages[stage].modules.values())
+        record.counted, sizes = counted, counted.sizes.bytes
+        if counted.counter is not None:
+            sizes[op] = counted.counter.bytes(record.tensors(), record.fields.values(),
+                                              self.worker.stages[stage].modules.values())
         # An op that the first microbatch did not have is an R in a stage that recomputes nothing.
         if op in sizes:
-            self._held[stage, microbatch] = sizes[op]
+            counted.bytes = sizes[op]
 
 
 def _run_counted(run: Callable[[], None], counter: ActivationCounter) -> None:

@@ -1,5 +1,5 @@
 """Hold the activations of a microbatch from its forward to its backward, or drop and recompute them (activation
-checkpointing); count their bytes.
+checkpointing).
 
 :mod:`vpipe.description.recompute` says which layers recompute; a span of them is dropped and recomputed as one. The
 backward recomputes, or an action of the schedule ahead of it (``R``).
@@ -7,22 +7,19 @@ backward recomputes, or an action of the schedule ahead of it (``R``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from vpipe.errors import RunError, UserError
 from vpipe.model.layer import Layer
-from vpipe.runtime.sharded_tensors import local
+from vpipe.runtime.offload import SavedTensors
 from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.weight_grad_store import WeightGradStore
-from vpipe.torch_private import hooks_for_saved
 
 DropoutKey = tuple[int, int]
 """(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
@@ -83,6 +80,8 @@ class Record:
         carried_gradients: of what the slice before has carried here, after the backward.
         weight_grads: between the halves, of the spans in the order of backward.
         weightless: whether the loss counts for nothing, so that all gradients are 0, also where the backward has NaN.
+        saved: what the graphs save, where the schedule may offload it.
+        counted: what a recorder knows of its bytes.
     """
 
     spans: list[SpanActivations]
@@ -95,6 +94,15 @@ class Record:
     carried_gradients: dict[str, Tensor] = field(default_factory=dict)
     weight_grads: list[WeightGradStore] = field(default_factory=list)
     weightless: bool = False
+    saved: SavedTensors | None = None
+    counted: Any = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the known tensors that it holds, without the batch's; its graphs hold more."""
+        for span in self.spans:
+            yield from span.inputs.values()
+        for store in self.weight_grads:
+            yield from store.waiting()
 
 
 def forward_without_activations(effects: SideEffects,
@@ -152,102 +160,3 @@ class _NothingSavedError(Exception):
 
 def _refuse_unpacking(saved: None) -> Tensor:
     raise _NothingSavedError
-
-
-class SavingHooks:
-    """Hooks of vpipe's for tensors that autograd saves, which change no number. They are called with each tensor."""
-
-    def __call__(self, saved: Tensor) -> object:
-        raise NotImplementedError
-
-
-class ActivationCounter(SavingHooks):
-    """Count the bytes that the graphs of one microbatch save, by storage.
-
-    It hooks into the saving of tensors by autograd, and changes no number. It holds no storage: one that was freed no
-    longer counts. Tensors without strides (sparse ones) are not counted. Autograd does not check whether tensors that
-    hooks handle are changed in place before they are used; the counter does.
-
-    Args:
-        before: those that hold longer and count what both hold: of the slice before, such as keys, and of the same
-            microbatch on an earlier stage of the rank, whose output is this one's input.
-    """
-
-    def __init__(self, before: Sequence[ActivationCounter] = ()) -> None:
-        self._before, self._held = before, frozenset[StorageWeakRef]()
-        self._saved: dict[StorageWeakRef, int] = {}
-        self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record drops before the weight half
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the tensors that are saved meanwhile."""
-        with saved_tensors_hooks(self, unpack_unchanged):
-            yield
-
-    def __call__(self, saved: Tensor) -> tuple[Tensor, int]:
-        _add(self._saved, saved)
-        return saved.detach(), saved._version  # an operation's output would hold the graph that holds it
-
-    def saved(self) -> dict[StorageWeakRef, int]:
-        """Return the bytes of saved storages that were not freed."""
-        return {storage: size for storage, size in self._saved.items() if not storage.expired()}  # type: ignore[no-untyped-call]
-
-    def bytes(self, record: Record, modules: Iterable[nn.Module]) -> int:
-        """Return the bytes that the record holds now: every storage once, without the modules' weights and buffers.
-
-        A field of the batch counts by its own size: its storage is that of the whole batch.
-        """
-        there = self.saved()
-        for tensor in (*(t for saved in record.spans for t in saved.inputs.values()),
-                       *(t for store in record.weight_grads for t in store.waiting())):
-            _add(there, tensor)
-        elsewhere = frozenset().union(*(each._held for each in self._before))
-        self._held = elsewhere | there.keys()
-        there = {storage: size for storage, size in there.items() if storage not in elsewhere}
-        self._fields |= {storage_of(field): min(field.nbytes, bytes_of([field])) for field in record.fields.values()}
-        there |= {storage: size for storage, size in self._fields.items() if record.fields or storage in there}
-        for module in modules:
-            for shared in (*module.parameters(), *module.buffers()):
-                if shared.layout is torch.strided:
-                    there.pop(storage_of(shared), None)
-        return sum(there.values())
-
-
-def only_ours() -> bool:
-    """Return whether the hooks for saved tensors in force, if any, are vpipe's."""
-    hooks = hooks_for_saved(True)
-    return hooks is None or isinstance(hooks[0], SavingHooks)
-
-
-def saving_hooks() -> SavingHooks | None:
-    """Return the hooks for saved tensors in force, if they are vpipe's."""
-    hooks = hooks_for_saved(True)
-    return hooks[0] if hooks is not None and isinstance(hooks[0], SavingHooks) else None
-
-
-def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
-    if tensor.layout is torch.strided:
-        storages.setdefault(storage_of(tensor), local(tensor).untyped_storage().nbytes())
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of tensors; several may share one."""
-    storages: dict[StorageWeakRef, int] = {}
-    for tensor in tensors:
-        _add(storages, tensor)
-    return sum(storages.values())
-
-
-def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """Return a reference to the storage of a tensor, equal for all that share it."""
-    return StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def unpack_unchanged(packed: tuple[Tensor, int]) -> Tensor:
-    """Return a saved tensor; raise autograd's own error if it was changed in place meanwhile."""
-    saved, version = packed
-    if saved._version != version:  # which it shares with the tensor that it was detached from
-        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
-                           f"operation: [{saved.type()} {list(saved.shape)}] is at version {saved._version}; expected "
-                           f"version {version} instead")
-    return saved

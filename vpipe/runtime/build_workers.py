@@ -108,6 +108,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         for stage in stages.values():
             stage.check_hooks = partial(check_hooks, stage, schedule, ties, execution.refused("hooks"))
             stage.check_hooks()
+            stage.offloaded = stage.spec.index in schedule.offloaded_stages
             tied_here = chain.from_iterable(ties.get(stage.spec.index, {}).values())
             stage.weights.copied.update(stage.weights.names if len(placement[stage.spec.index]) > 1 else tied_here)
         owners = assign_owners(stages, optimizers, placement) if update.zero1 else {}
@@ -123,7 +124,8 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                 partial(describe_rank, placement, lanes=lanes.ranks), count_buckets(replicated, owners), lanes.own)
             if distributed else InProcessTransport(rank, mailbox))
         scaler = LossScaler(precision.loss_scale) if precision.scaled else None
-        tied = TiedWeights(ties, frozen_ties, placement, stages, transport)
+        values = Values()
+        tied = TiedWeights(ties, frozen_ties, placement, stages, transport, values)
         companions: dict[int, dict[View, Companion]] = {s: {} for s in stages}
         for s, stage in stages.items():
             if description.delay_correction and (factor := description.delay_correction * mean_delay(schedule, s)):
@@ -134,11 +136,11 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                     for s, stage in stages.items() if len(placement[s]) > 1}
         steps = OptimizerSteps(stages, optimizers, reducers, tied, transport, update, scaler, companions)
         p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression), kept,
-                           Values())
+                           values)
         workers[rank] = make_worker(
             stages, steps, tied, transport, p2p,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
-            schedule.offloaded_stages, FullyShardedStages(stages, group), len(placement) - 1)
+            FullyShardedStages(stages, group), len(placement) - 1)
     return workers
 
 

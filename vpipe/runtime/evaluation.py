@@ -75,8 +75,9 @@ class Evaluation:
                 for worker in self._workers.values():
                     worker.drop_checksums(range(end - first))
                 for rank, own in losses.items():
-                    own += read_at_once(self._workers[rank].values.take_all(LOSS))
-                    outputs[rank] += self._workers[rank].values.take_all(WANTED)
+                    values, last = self._workers[rank].values, len(self._placement) - 1
+                    own += read_at_once(values.take_all(LOSS, last))
+                    outputs[rank] += values.take_all(WANTED, last)
                 samples += [loader.samples(i, i + 1) for i in range(first, end)]
                 first = end
             self._loaders.end(loader)

@@ -9,8 +9,8 @@ Source: Rhu et al., vDNN (MICRO 2016), section 3; as actions of a pipeline's sch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe import accelerator
-from vpipe.errors import RunError, UserError
-from vpipe.runtime.activations import SavingHooks, only_ours, saving_hooks, storage_of, unpack_unchanged
-from vpipe.runtime.stage import NOTHING, Stage
+from vpipe.errors import UserError
+from vpipe.runtime.values import SavingHooks, only_ours, saving_hooks, storage_of, unpack_unchanged
 
 
 class Holder:
@@ -102,60 +101,22 @@ class SavedTensors(SavingHooks):
 def _unpack(packed: Holder | tuple[Tensor, int]) -> Tensor:
     if not isinstance(packed, Holder):
         return unpack_unchanged(packed)
-    if packed.tensor is None:
-        raise RunError("a backward needs activations that are on the host",
-                       hint="this is a defect of the schedule or of vpipe: please report it")
+    assert packed.tensor is not None, "it was fetched before the backward"
     return unpack_unchanged((packed.tensor, packed.version))
 
 
-class Offloads:
-    """Offload the activations of one rank's stages.
+def saving(stage: int, modules: Iterable[nn.Module], given: Iterable[Tensor]) -> SavedTensors:
+    """Return what will hold the tensors that the forward of a microbatch saves, which may be offloaded.
 
     Args:
-        stages: of the rank.
-        offloaded: those of the schedule of which any microbatch is offloaded.
+        modules: of the stage.
+        given: its inputs and fields of the batch.
+
+    Raises:
+        UserError: the user's own hooks handle what is saved.
     """
-
-    def __init__(self, stages: Mapping[int, Stage], offloaded: Collection[int]) -> None:
-        self._stages = {index: stage for index, stage in stages.items() if index in offloaded}
-        self._saved: dict[tuple[int, int], SavedTensors] = {}
-
-    def may_offload(self, stage: int) -> bool:
-        """Return whether any microbatch of a stage is offloaded."""
-        return stage in self._stages
-
-    def saving(self, stage: int, microbatch: int, given: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Return the context that holds what the forward of a microbatch saves, where it may be offloaded.
-
-        Args:
-            given: the stage's inputs and fields of the batch.
-
-        Raises:
-            UserError: the user's own hooks handle what is saved.
-        """
-        if stage not in self._stages:
-            return NOTHING
-        if not only_ours():
-            raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
-                            hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
-        modules = self._stages[stage].modules.values()
-        kept = (*given, *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
-        saved = self._saved[stage, microbatch] = SavedTensors({
-            storage_of(tensor) for tensor in kept if tensor.layout is torch.strided})
-        return saved.saving()
-
-    def offload(self, stage: int, microbatch: int) -> None:
-        """Copy the activations of a microbatch to the host and free them on the device."""
-        self._saved[stage, microbatch].offload()
-
-    def fetch(self, stage: int, microbatch: int) -> None:
-        """Copy the activations of a microbatch back to the device."""
-        self._saved[stage, microbatch].fetch()
-
-    def forget(self, stage: int, microbatch: int) -> None:
-        """Forget a microbatch whose gradient has passed."""
-        self._saved.pop((stage, microbatch), None)
-
-    def abandon(self) -> None:
-        """Forget all microbatches."""
-        self._saved.clear()
+    if not only_ours():
+        raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
+                        hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
+    kept = (*given, *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
+    return SavedTensors({storage_of(tensor) for tensor in kept if tensor.layout is torch.strided})

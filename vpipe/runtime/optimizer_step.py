@@ -14,7 +14,6 @@ from torch import Tensor
 from vpipe.checkpoint.manifest import View
 from vpipe.description.update import Update
 from vpipe.distributed.watchdog import watch
-from vpipe.runtime.activations import bytes_of
 from vpipe.runtime.companions import Companion
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
@@ -23,6 +22,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+from vpipe.runtime.values import bytes_of
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.torch_private import foreach_mul_
 

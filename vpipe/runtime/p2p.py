@@ -12,12 +12,11 @@ from torch import Tensor
 
 from vpipe.description.cut import KeptInputs
 from vpipe.errors import UserError
-from vpipe.runtime.activations import bytes_of
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
-from vpipe.runtime.values import KEPT, Values
+from vpipe.runtime.values import KEPT, Values, bytes_of
 from vpipe.schedules.kinds import OUTPUT, OUTPUT_GRADIENT
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer

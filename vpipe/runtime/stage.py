@@ -60,6 +60,7 @@ class Stage(StageLayers):
         kept_around: inputs that another rank has had before and reads after this stage, so that no layer may change
             them in place.
         measured: whether a layer is measured by itself, before there are cuts.
+        offloaded: whether the schedule may offload what a forward saves.
         loss_checks: of the last layer, one for each of the next microbatches.
     """
 
@@ -81,7 +82,7 @@ class Stage(StageLayers):
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
         self.loss_checks: list[LossCheck] = []
         self.kept_around: set[str] = set()
-        self.measured, self._layers = False, model.layers
+        self.measured, self.offloaded, self._layers = False, False, model.layers
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]

@@ -27,12 +27,15 @@ from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import first_of
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+from vpipe.runtime.values import Values
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.kinds import TIED_GRADIENT, TIED_VERSION
 from vpipe.schedules.setting import Setting, borrowing_ranks
 from vpipe.schedules.size import Placement
 
 _WEIGHTS, _GRADIENTS = TransferKind.TIED_WEIGHTS, TransferKind.TIED_GRADIENTS
+_VALUES = {_WEIGHTS: TIED_VERSION, _GRADIENTS: TIED_GRADIENT}
 
 
 class TiedWeights:
@@ -40,11 +43,13 @@ class TiedWeights:
 
     Args:
         ties, frozen: of weights that are trained, and that are not.
+        values: of the rank, where it puts what it sends to itself.
     """
 
     def __init__(self, ties: Ties, frozen: Ties, placement: Placement, stages: Mapping[int, Stage],
-                 transport: Transport) -> None:
+                 transport: Transport, values: Values) -> None:
         self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
+        self._values = values
         self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
         self._frozen = {TransferKey(_WEIGHTS, number, 0): (owner, borrower, frozen[owner][borrower])
                         for number, (owner, borrower) in enumerate(
@@ -55,7 +60,6 @@ class TiedWeights:
                                     if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
                         for stage in stages.values() for owner in stage.borrowed}
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions whose receives are posted, by owner
-        self._here: dict[TransferKey, list[Tensor]] = {}  # from this rank to itself
         self._assignment: Assignment
         self._senders: dict[tuple[int, int], list[int]] = {}  # ranks whose gradients of an update are not posted yet
         self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
@@ -75,7 +79,7 @@ class TiedWeights:
 
     def abandon(self) -> None:
         """Drop all transfers that were not received."""
-        for store in (self._posted, self._here, self._senders, self._arriving):
+        for store in (self._posted, self._senders, self._arriving):
             store.clear()
 
     def exchange_latest(self, frozen: bool) -> None:
@@ -210,7 +214,7 @@ class TiedWeights:
 
     def _send(self, peer: int, key: TransferKey, tensors: list[Tensor]) -> None:
         if peer == self._transport.rank:
-            self._here[key] = tensors
+            self._values[_VALUES[key.kind], key.stage, key.number] = tensors
         else:
             self._transport.send(peer, key, tensors)
 
@@ -219,4 +223,7 @@ class TiedWeights:
             self._transport.post(peer, key, [TensorSpec(tuple(t.shape), t.dtype, wants_gradient=False) for t in like])
 
     def _receive(self, peer: int, key: TransferKey) -> list[Tensor]:
-        return self._here.pop(key) if peer == self._transport.rank else self._transport.receive(peer, key)
+        if peer == self._transport.rank:
+            here: list[Tensor] = self._values.pop((_VALUES[key.kind], key.stage, key.number))
+            return here
+        return self._transport.receive(peer, key)

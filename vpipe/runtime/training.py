@@ -321,7 +321,7 @@ class Training:
             return f"{done} made, and the pipeline is as after the last: train, evaluate and save go on from there"
         versions = sorted({stage.weights.latest for stage in self._stages})
         lost = sorted({self._schedule.assignment.microbatch_and_slice(number)[0] for worker in self._workers.values()
-                       for _, number in worker.values.in_flight()})
+                       for _, number in worker.values.records()})
         made = " and ".join(map(str, versions if len(versions) < 3 else (f"{versions[0]} to {versions[-1]}",)))
         flight = f", and microbatches {lost[0]} to {lost[-1]} in flight are lost" if lost else ""
         return (f"{done} made by all stages; stages here have made {made}{flight}: build a new pipeline, and load a "

@@ -1,10 +1,19 @@
-"""Hold what the actions of a rank make, from the action that makes a value to the one that ends it."""
+"""Hold what the actions of a rank make, from the action that makes a value to the one that ends it; count its bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from vpipe.schedules.kinds import HALF, SAVED, Needed, Value
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from vpipe.runtime.sharded_tensors import local
+from vpipe.schedules.kinds import HALF, OFFLOADED, SAVED, Needed, Value
+from vpipe.torch_private import hooks_for_saved
 
 LOSS = Value("loss")
 WANTED = Value("outputs of an evaluation")
@@ -12,10 +21,14 @@ KEPT = Value("inputs kept for a later stage of the rank")
 OUTLIVING = frozenset({LOSS, WANTED})
 """Values that outlive a segment: who collects the results of a step or an evaluation takes them."""
 
+RECORDS = (SAVED, HALF, OFFLOADED)
+"""Values that are the record of a microbatch (:class:`~vpipe.runtime.activations.Record`); each becomes another."""
+
 
 class Values(dict[Needed, Any]):
     """What a rank holds of microbatches, from (value, stage, index), as the table of kinds names them
-    (:mod:`vpipe.schedules.kinds`). An index counts from the beginning of the segment, as that of an action does.
+    (:mod:`vpipe.schedules.kinds`). An index counts from the beginning of the segment, as that of an action does. Of
+    tied weights the stage is the number of the pair of owner and borrower, and the index counts over all training.
 
     An action takes what it is the last to need, and puts what it makes.
     """
@@ -24,10 +37,112 @@ class Values(dict[Needed, Any]):
         """Return the names of values that a segment has left behind, and should not have."""
         return list(dict.fromkeys(value.name for value, _, _ in self if value not in OUTLIVING))
 
-    def in_flight(self) -> set[tuple[int, int]]:
-        """Return stages with the indices of microbatches of which a forward has left something for its backward."""
-        return {(stage, index) for value, stage, index in self if value is SAVED or value is HALF}
+    def records(self) -> dict[tuple[int, int], Any]:
+        """Return the records of microbatches in flight, by stage and index."""
+        return {(stage, index): record for (value, stage, index), record in self.items() if value in RECORDS}
 
-    def take_all(self, value: Value) -> list[Any]:
-        """Take all of a value, in the order of stages and indices."""
-        return [self.pop((value, *place)) for place in sorted(key[1:] for key in self if key[0] is value)]
+    def take_all(self, value: Value, stage: int) -> list[Any]:
+        """Take a value of all indices, in their order."""
+        return [self.pop((value, stage, index)) for index in sorted(
+            index for each, where, index in self if each is value and where == stage)]
+
+
+class SavingHooks:
+    """Hooks of vpipe's for tensors that autograd saves, which change no number. They are called with each tensor."""
+
+    def __call__(self, saved: Tensor) -> object:
+        raise NotImplementedError
+
+
+class ActivationCounter(SavingHooks):
+    """Count the bytes that the graphs of one microbatch save, by storage.
+
+    It hooks into the saving of tensors by autograd, and changes no number. It holds no storage: one that was freed no
+    longer counts. Tensors without strides (sparse ones) are not counted. Autograd does not check whether tensors that
+    hooks handle are changed in place before they are used; the counter does.
+
+    Args:
+        before: those that hold longer and count what both hold: of the slice before, such as keys, and of the same
+            microbatch on an earlier stage of the rank, whose output is this one's input.
+    """
+
+    def __init__(self, before: Sequence[ActivationCounter] = ()) -> None:
+        self._before, self._held = before, frozenset[StorageWeakRef]()
+        self._saved: dict[StorageWeakRef, int] = {}
+        self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record drops before the weight half
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the tensors that are saved meanwhile."""
+        with saved_tensors_hooks(self, unpack_unchanged):
+            yield
+
+    def __call__(self, saved: Tensor) -> tuple[Tensor, int]:
+        _add(self._saved, saved)
+        return saved.detach(), saved._version  # an operation's output would hold the graph that holds it
+
+    def saved(self) -> dict[StorageWeakRef, int]:
+        """Return the bytes of saved storages that were not freed."""
+        return {storage: size for storage, size in self._saved.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+
+    def bytes(self, held: Iterable[Tensor], fields: Collection[Tensor], modules: Iterable[nn.Module]) -> int:
+        """Return the bytes that a record holds now: every storage once, without the modules' weights and buffers.
+
+        Args:
+            held: the tensors that it holds besides what its graphs save.
+            fields: of the batch, as long as it holds them. Each counts by its own size: its storage is that of the
+                whole batch.
+        """
+        there = self.saved()
+        for tensor in held:
+            _add(there, tensor)
+        elsewhere = frozenset().union(*(each._held for each in self._before))
+        self._held = elsewhere | there.keys()
+        there = {storage: size for storage, size in there.items() if storage not in elsewhere}
+        self._fields |= {storage_of(field): min(field.nbytes, bytes_of([field])) for field in fields}
+        there |= {storage: size for storage, size in self._fields.items() if fields or storage in there}
+        for module in modules:
+            for shared in (*module.parameters(), *module.buffers()):
+                if shared.layout is torch.strided:
+                    there.pop(storage_of(shared), None)
+        return sum(there.values())
+
+
+def only_ours() -> bool:
+    """Return whether the hooks for saved tensors in force, if any, are vpipe's."""
+    hooks = hooks_for_saved(True)
+    return hooks is None or isinstance(hooks[0], SavingHooks)
+
+
+def saving_hooks() -> SavingHooks | None:
+    """Return the hooks for saved tensors in force, if they are vpipe's."""
+    hooks = hooks_for_saved(True)
+    return hooks[0] if hooks is not None and isinstance(hooks[0], SavingHooks) else None
+
+
+def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
+    if tensor.layout is torch.strided:
+        storages.setdefault(storage_of(tensor), local(tensor).untyped_storage().nbytes())
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors; several may share one."""
+    storages: dict[StorageWeakRef, int] = {}
+    for tensor in tensors:
+        _add(storages, tensor)
+    return sum(storages.values())
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Return a reference to the storage of a tensor, equal for all that share it."""
+    return StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def unpack_unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor; raise autograd's own error if it was changed in place meanwhile."""
+    saved, version = packed
+    if saved._version != version:  # which it shares with the tensor that it was detached from
+        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                           f"operation: [{saved.type()} {list(saved.shape)}] is at version {saved._version}; expected "
+                           f"version {version} instead")
+    return saved

@@ -24,7 +24,7 @@ from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.microbatches import Segment, Signature
-from vpipe.runtime.offload import Offloads
+from vpipe.runtime.offload import saving
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import P2PTransfers
@@ -36,7 +36,7 @@ from vpipe.runtime.transport.transport import Transport
 from vpipe.runtime.values import LOSS, WANTED
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op
-from vpipe.schedules.kinds import CARRIED, CARRIED_GRADIENT, HALF, SAVED
+from vpipe.schedules.kinds import CARRIED, CARRIED_GRADIENT, HALF, OFFLOADED, SAVED
 from vpipe.schedules.setting import TiedVersionOf
 
 IsSplit = Callable[[int, int], bool]
@@ -94,17 +94,15 @@ class Worker:
         transport: of the rank.
         p2p: transfers between these stages and their neighbours.
         comparison: of batches, where other processes read them, too.
-        offloaded: stages of which the schedule offloads activations.
         fully_sharded: these stages where lanes share out their weights.
         last_stage: of the pipeline.
     """
 
     def __init__(self, stages: Mapping[int, Stage], steps: OptimizerSteps, tied: TiedWeights, transport: Transport,
-                 p2p: P2PTransfers, comparison: BatchComparison | None, offloaded: Collection[int],
-                 fully_sharded: FullyShardedStages, last_stage: int) -> None:
+                 p2p: P2PTransfers, comparison: BatchComparison | None, fully_sharded: FullyShardedStages,
+                 last_stage: int) -> None:
         self.rank, self.stages, self.transport, self.optimizer_steps = transport.rank, stages, transport, steps
-        self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
-        self.fully_sharded, self.last_stage = fully_sharded, last_stage
+        self.tied, self.comparison, self.fully_sharded, self.last_stage = tied, comparison, fully_sharded, last_stage
         self._p2p, self.values = p2p, p2p.values
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self._holds = False
@@ -198,7 +196,7 @@ class Worker:
         self.values.clear()
         self._activations = dict.fromkeys(self.stages, 0)
         self._p2p.forget_specs()
-        for part in (self.tied, self.optimizer_steps, self.transport, self.offloads):
+        for part in (self.tied, self.optimizer_steps, self.transport):
             part.abandon()
         for stage in self.stages.values():
             for weights in stage.all_weights:
@@ -332,10 +330,12 @@ class Worker:
             return outputs, None
         past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
         given = (*inputs.received, *inputs.fields.values(), *past.values())
-        with self.offloads.saving(stage_index, microbatch, given):
+        saved = saving(stage_index, stage.modules.values(), given) if stage.offloaded else None
+        with NOTHING if saved is None else saved.saving():
             outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
                                             split=self.is_split(stage_index, microbatch),
                                             sliced=inputs.sliced, past=past)
+        record.saved = saved
         if record.carried:
             self.values[CARRIED, stage_index, microbatch], record.carried = record.carried, {}
         return outputs, record
@@ -466,6 +466,16 @@ class Worker:
     def _recompute(self, stage_index: int, microbatch: int) -> None:
         self.stages[stage_index].recompute(self.values[SAVED, stage_index, microbatch])
 
+    def _offload(self, stage_index: int, microbatch: int) -> None:
+        record = self.values.pop((SAVED, stage_index, microbatch))
+        record.saved.offload()
+        self.values[OFFLOADED, stage_index, microbatch] = record
+
+    def _fetch(self, stage_index: int, microbatch: int) -> None:
+        record = self.values.pop((OFFLOADED, stage_index, microbatch))
+        record.saved.fetch()
+        self.values[SAVED, stage_index, microbatch] = record
+
     def output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         """Prepare a stage for the backward of a microbatch; return the gradients of its outputs, by name."""
         stage = self.stages[stage_index]
@@ -512,7 +522,6 @@ class Worker:
     def end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         """Store the gradients of a stage's inputs for the stage before."""
         self._activations[stage_index] -= 1
-        self.offloads.forget(stage_index, microbatch)
         if self.segment.assignment.trains(stage_index - 1):
             self._p2p.put_gradients(stage_index, microbatch, returned)
 

@@ -365,11 +365,11 @@ class Op:
         colour="#b79cf0",
         shades=("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"))
     OFFLOAD = Kind(
-        "OFFLOAD", "offload activations", MICROBATCH, "offloads.offload", generated=True,
+        "OFFLOAD", "offload activations", MICROBATCH, "_offload", generated=True,
         needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED, RECOMPUTED)),
         host_bytes=_forward_bytes)
     FETCH = Kind(
-        "FETCH", "fetch activations", MICROBATCH, "offloads.fetch", generated=True,
+        "FETCH", "fetch activations", MICROBATCH, "_fetch", generated=True,
         needs=lambda at, s, i, rank: [(OFFLOADED, s, i)], makes=((SAVED, 0),), memory=Memory(takes=(SAVED,)),
         host_bytes=_forward_bytes)
     STEP = Kind(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
@@ -21,7 +21,7 @@ from vpipe.errors import RunError
 from vpipe.runtime import Worker
 from vpipe.schedules import Action, kinds
 
-Op = kinds.Op
+Op, GRADIENT = kinds.Op, kinds.GRADIENT
 
 
 class KernelScheduler(Protocol):
@@ -207,7 +207,6 @@ class ThreadedWorker(Worker):
         self._under_way: dict[tuple[int, int], tuple[Any, Future[_Done]]] = {}
         self._waits: list[tuple[float, float]] = []  # for other ranks, while forwards may have gone on
         self._deferred: deque[Action] = deque()  # ends of forwards, and sends, in the program's order
-        self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
         self._at_fault: Action | None = None  # its failure shows in a later action
         self._backward_here = False  # in the calling thread, not in autograd's
         self.around.append(self._beside_forwards)
@@ -343,18 +342,18 @@ class ThreadedWorker(Worker):
     def completing(self, stage_index: int, microbatch: int, whole: bool) -> Iterator[None]:
         stage = self.stages[stage_index]
         everything = [stage.weights, *stage.borrowed.values()]
-        last = not any(other == stage_index for other, _ in self.values.in_flight())
+        last = not any(other == stage_index for other, _ in self.values.records())
         with super().completing(stage_index, microbatch, whole=False):
             yield
-            self._apart[stage_index][microbatch] = [weights.pop_gradients() for weights in everything]
+            self.values[GRADIENT, stage_index, microbatch] = [weights.pop_gradients() for weights in everything]
             if last:
-                apart = self._apart.pop(stage_index)
-                for number, weights in enumerate(everything):
-                    weights.put_gradients(_added([apart[microbatch][number] for microbatch in sorted(apart)]))
+                apart: list[_Gradients] = self.values.take_all(GRADIENT, stage_index)
+                for weights, gradients in zip(everything, zip(*apart, strict=True), strict=True):
+                    weights.put_gradients(_added(gradients))
 
     def abandon(self) -> None:
         wait([future for _, future in self._under_way.values()])
-        for store in (self._under_way, self._deferred, self._waits, self._apart):
+        for store in (self._under_way, self._deferred, self._waits):
             store.clear()
         self._latest = self._at_fault = None
         super().abandon()
@@ -366,7 +365,7 @@ class ThreadedWorker(Worker):
         return super().report_failure(error, at_fault)
 
 
-def _added(gradients: _Gradients) -> list[Tensor | None]:
+def _added(gradients: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
     """Return the sums of the gradients of several backwards, in the memory of the first ones."""
     total, *others = gradients
     for each in others:
