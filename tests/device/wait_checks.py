@@ -174,7 +174,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "DeviceStreams.sending: self._sends.wait_stream(accelerator.current_stream(self._device))",
         "DeviceStreams.gather: caller.wait_event(event)", "_record: tensor.record_stream(stream)")
         if "async_threaded" in Executor.names()},
-    "runtime/naive.py NaiveWorker._to_its_end: accelerator.synchronize(here.device)":
+    "runtime/worker.py NaiveWorker._to_its_end: accelerator.synchronize(here.device)":
         partial(pipeline_checks.check_waits, pipeline_checks.WAITS["1f1b under naive"])}
 
 

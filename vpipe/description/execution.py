@@ -63,7 +63,7 @@ class Executor:
 
 
 PLUGINS = PluginGroup("vpipe.executors", "executor")
-_OWN = (Executor("overlapped", "vpipe.runtime.worker:Worker"), Executor("naive", "vpipe.runtime.naive:NaiveWorker"))
+_OWN = (Executor("overlapped", "vpipe.runtime.worker:Worker"), Executor("naive", "vpipe.runtime.worker:NaiveWorker"))
 _EXECUTORS = {executor.name: executor for executor in _OWN}
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
-from vpipe.runtime.values import ActivationCounter
+from vpipe.runtime.values import ActivationCounter, alive, bytes_of, sizes_of
 from vpipe.torch_private import TorchDispatchMode, flash_attention_on_cpu, tree_leaves
 
 
@@ -136,17 +136,17 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
     shared = [t for module in runner.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
     own = runner.stage.weights.values(runner.stage.weights.names)
     borrowed = [t for weights in runner.stage.borrowed.values() for t in weights.values(weights.names)]
-    trained = _sizes([*own, *borrowed])
-    written, saves, saved_bytes = _saved(runner, given, _sizes(shared))
+    written, saves, saved_bytes = _saved(runner, given, sizes_of(shared))
     return LayerCounts(
-        parameter_bytes=_total(own), frozen_bytes=_total(shared) - sum(trained.values()) - sum(
-            _sizes(runner.stage.frozen_ties.values()).values()),
-        working_bytes=_working(runner, given, shared), weight_half_bytes=_between_halves(runner, given, _sizes(shared)),
+        parameter_bytes=bytes_of(own),
+        frozen_bytes=bytes_of(shared) - bytes_of([*own, *borrowed]) - bytes_of(runner.stage.frozen_ties.values()),
+        working_bytes=_working(runner, given, shared),
+        weight_half_bytes=_between_halves(runner, given, sizes_of(shared)),
         optimizer_bytes=_optimizer_bytes(runner, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
         saves=saves, forward_flops=_flops(runner, given),
         tied_bytes=runner.tied_bytes, frozen_tied_bytes=runner.frozen_tied_bytes,
         largest_bytes=max((parameter.nbytes for parameter in own), default=0),
-        carried_bytes=_total(runner.carried(given, tokens)))
+        carried_bytes=bytes_of(runner.carried(given, tokens)))
 
 
 def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]
@@ -161,10 +161,10 @@ def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWe
               ("out", [outputs[name] for name in runner.writes])]
     for way, tensors in places:
         for place, tensor in enumerate(tensors):
-            for storage in _sizes([tensor]):
+            for storage in sizes_of([tensor]):
                 if saved.pop(storage, None) is not None:
                     saves[way, place] = None
-    written = tuple(TensorBytes(name, max(t.nbytes, _total([t])), t.requires_grad) for name, t in outputs.items())
+    written = tuple(TensorBytes(name, max(t.nbytes, bytes_of([t])), t.requires_grad) for name, t in outputs.items())
     return written, tuple(saves), sum(saved.values())
 
 
@@ -173,7 +173,7 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
     runner.backward(runner.forward(given)[1], given.gradients)
     weights = (runner.stage.weights, *runner.stage.borrowed.values())
     gradients = [g for owned in weights for g in owned.gradients if g is not None]
-    coming = _total(given.gradients.values())
+    coming = bytes_of(given.gradients.values())
     kept = ActivationCounter()
     with kept.counting():
         record = runner.forward(given)[1]
@@ -182,7 +182,7 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
         before = accelerator.held_bytes(device)
         runner.backward(record, given.gradients)
         return max(0, accelerator.peak_bytes(device) - before) + coming
-    peak = _PeakMemory(kept, _sizes([*shared, *gradients, *given.gradients.values()]))
+    peak = _PeakMemory(kept, sizes_of([*shared, *gradients, *given.gradients.values()]))
     with peak:
         runner.backward(record, given.gradients)
     return peak.bytes + coming
@@ -194,7 +194,7 @@ def _between_halves(runner: LayerRunner, given: LayerInputs, shared: Collection[
     with kept.counting():
         record = runner.forward(_copied(given), split=True)[1]
     runner.backward(record, given.gradients, split=True)
-    waiting = kept.saved() | _sizes(t for half in record.weight_grads for t in half.waiting())
+    waiting = kept.saved() | sizes_of(t for half in record.weight_grads for t in half.waiting())
     size = sum(size for storage, size in waiting.items() if storage not in shared)
     runner.stage.backward_weight(record)
     return size
@@ -206,8 +206,8 @@ def _optimizer_bytes(runner: LayerRunner, given: LayerInputs, make_optimizer: Ma
     runner.step(optimizer)
     weights = runner.stage.weights
     masters = list(weights.masters.values())  # of rounded weights they have memory of their own
-    own = _sizes([*masters, *optimizer.state_tensors()])
-    return sum(size for storage, size in own.items() if storage not in _sizes(weights.values(weights.names)))
+    own = sizes_of([*masters, *optimizer.state_tensors()])
+    return sum(size for storage, size in own.items() if storage not in sizes_of(weights.values(weights.names)))
 
 
 def zero_rate_optimizer(make_optimizer: MakeOptimizer, stage: Stage) -> StageOptimizer:
@@ -259,35 +259,19 @@ class _PeakMemory(_OfShards):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented:
             return result
-        self._made |= {storage: size for storage, size in _sizes(t for t in tree_leaves(result)
+        self._made |= {storage: size for storage, size in sizes_of(t for t in tree_leaves(result)
                                                                  if isinstance(t, Tensor)).items()
                        if storage not in self._ignored and storage not in self._before}
-        self._made = _there(self._made)
-        freed = sum(self._before.values()) - sum(_there(self._before).values())
+        self._made = alive(self._made)
+        freed = sum(self._before.values()) - sum(alive(self._before).values())
         self.bytes = max(self.bytes, sum(self._made.values()) - freed)
         return result
-
-
-def _sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
-    """Return bytes by storage, of tensors that have one: those by which DTensor finds out about shapes have none."""
-    storages = (local(t).untyped_storage() for t in tensors if t.layout is torch.strided)
-    return {StorageWeakRef(storage): storage.nbytes() for storage in storages  # type: ignore[no-untyped-call]
-            if storage.device.type != "meta"}
-
-
-def _there(sizes: Mapping[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:
-    """Return the storages that were not freed."""
-    return {storage: size for storage, size in sizes.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
 
 def live_bytes(device: torch.device) -> int:
     """Return the bytes of all tensors of this process on a device."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))  # isinstance would ask the object
-    return _total(tensor for tensor in tensors if tensor.device.type == device.type)
-
-
-def _total(tensors: Iterable[Tensor]) -> int:
-    return sum(_sizes(tensors).values())
+    return bytes_of(tensor for tensor in tensors if tensor.device.type == device.type)
 
 
 def _copied(given: LayerInputs) -> LayerInputs:

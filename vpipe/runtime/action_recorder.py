@@ -151,9 +151,8 @@ class Recorder:
         finally:
             transport.device_waits = None
         ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
-        records = worker.values.records()
-        if counted is not None and (stage, index) in records:
-            self._keep(op, counted, records[stage, index], stage)
+        if counted is not None and (record := worker.values.record(stage, index)) is not None:
+            self._keep(op, counted, record, stage)
         elif counted is not None:
             counted.sizes.known = not worker.stages[stage].offloaded
         elif op.memory is not None and GATHERED in op.memory.takes:
@@ -163,7 +162,7 @@ class Recorder:
         elif op.memory is not None and GATHERED in op.memory.frees:
             del self._gathered[stage]
         held = sum(self._gathered.values()) + worker.kept_bytes
-        for record in records.values():
+        for record in worker.values.records().values():
             if not self._knows(record):
                 return
             held += record.counted.bytes
@@ -204,10 +203,9 @@ class Recorder:
         worker = self.worker
         if not (op.per_microbatch and worker.segment.assignment.trains(stage)):
             return None
-        records = worker.values.records()
         if not op.uses_version:
-            record = records.get((stage, microbatch)) if op.remembers or op.returns or op.completes else None
-            return record.counted if record is not None and self._knows(record) else None
+            changed = worker.values.record(stage, microbatch) if op.remembers or op.returns or op.completes else None
+            return changed.counted if changed is not None and self._knows(changed) else None
         segment = worker.segment
         sizes = self._sizes[stage, worker.is_split(stage, microbatch),
                             segment.loader.signature(segment.first + microbatch)]
@@ -215,7 +213,7 @@ class Recorder:
         before += [(stage, microbatch - 1)][:microbatch % segment.assignment.slices]
         return _Counted(self, sizes, None if sizes.known else ActivationCounter([
             record.counted.counter for key in before
-            if (record := records.get(key)) and self._knows(record) and record.counted.counter]))
+            if (record := worker.values.record(*key)) and self._knows(record) and record.counted.counter]))
 
     def _keep(self, op: Kind, counted: _Counted, record: Record, stage: int) -> None:
         """Take note of the bytes that an action keeps."""

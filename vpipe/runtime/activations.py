@@ -76,8 +76,8 @@ class Record:
         pins: weight version per owner of weights: the stage itself, and those it borrows from.
         split: whether the backward comes in two halves.
         slice: None of a whole microbatch.
-        carried: to the next slice, by name, after the forward; their gradients before the backward.
-        carried_gradients: of what the slice before has carried here, after the backward.
+        carried: to the next slice, by name, after the forward; their gradients before the backward; after it those of
+            what the slice before has carried here.
         weight_grads: between the halves, of the spans in the order of backward.
         weightless: whether the loss counts for nothing, so that all gradients are 0, also where the backward has NaN.
         saved: what the graphs save, where the schedule may offload it.
@@ -91,7 +91,6 @@ class Record:
     split: bool
     slice: SequenceSlice | None = None
     carried: dict[str, Tensor] = field(default_factory=dict)
-    carried_gradients: dict[str, Tensor] = field(default_factory=dict)
     weight_grads: list[WeightGradStore] = field(default_factory=list)
     weightless: bool = False
     saved: SavedTensors | None = None

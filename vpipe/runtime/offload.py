@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe import accelerator
@@ -23,18 +24,35 @@ from vpipe.runtime.values import SavingHooks, only_ours, saving_hooks, storage_o
 
 
 class Holder:
-    """A tensor that autograd has saved, on the device; on the host, the bytes of the storage that it is a view of."""
+    """A tensor that autograd has saved, or nothing while its values are elsewhere."""
 
     def __init__(self, saved: Tensor) -> None:
         self.tensor: Tensor | None = saved
-        self.version = saved._version
-        self.view = saved.storage_offset(), saved.shape, saved.stride()
-        self.dtype, self.device = saved.dtype, saved.device
-        self.on_host: Tensor | None = None
+        self._version = saved._version
+
+    def take(self) -> Tensor:
+        """Return the tensor, and hold it no longer."""
+        tensor, self.tensor = self.unchanged(), None
+        return tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Hold a tensor with the values and the layout of the one that was taken."""
+        self.tensor, self._version = tensor, tensor._version
+        if (outer := saving_hooks()) is not None:
+            outer(tensor)  # which counts
+
+    def unchanged(self) -> Tensor:
+        """Return the tensor. Raise autograd's own error if it was changed in place."""
+        assert self.tensor is not None, "it is put back before its backward"
+        return unpack_unchanged((self.tensor, self._version))
+
+
+_Copy = tuple[Tensor, torch.device, list[tuple[Holder, torch.dtype, tuple[Any, ...]]]]
+"""The bytes of a storage on the host, their device, and the tensors that were in it: holder, dtype and layout."""
 
 
 class SavedTensors(SavingHooks):
-    """What autograd saves in one forward. It holds nothing itself: a backward frees what it has used.
+    """What autograd saves in one forward; iterate over the holders. A backward frees what it has used.
 
     Args:
         kept: storages that stay on the device: of weights, and of what the record holds anyway.
@@ -44,6 +62,10 @@ class SavedTensors(SavingHooks):
         self._kept = kept
         self._holders: WeakSet[Holder] = WeakSet()
         self._outer: SavingHooks | None = None
+        self._on_host: list[_Copy] = []
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(self._holders)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -68,41 +90,27 @@ class SavedTensors(SavingHooks):
         The copies are queued, as those of :meth:`fetch`: both in the stream that computes, where each follows what it
         needs and precedes what takes its memory.
         """
-        copies: dict[object, Tensor] = {}
+        copies: dict[object, _Copy] = {}
         for holder in self._holders:
-            assert holder.tensor is not None, "it is offloaded once"
-            tensor = unpack_unchanged((holder.tensor, holder.version))
-            storage = storage_of(tensor)
-            if storage not in copies:
-                flat = torch.empty(0, dtype=torch.uint8, device=holder.device).set_(tensor.untyped_storage())
+            tensor = holder.take()
+            if (storage := storage_of(tensor)) not in copies:
+                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                 host = torch.empty_like(flat) if flat.device.type == "cpu" else accelerator.pinned_bytes(len(flat))
-                copies[storage] = host.copy_(flat, non_blocking=True)
-            holder.on_host, holder.tensor = copies[storage], None
+                copies[storage] = host.copy_(flat, non_blocking=True), tensor.device, []
+            copies[storage][2].append((holder, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())))
+        self._on_host = list(copies.values())
 
     def fetch(self) -> None:
         """Copy the tensors back to the device, each storage once, with the layout that they had."""
-        storages: dict[int, UntypedStorage] = {}
-        outer = saving_hooks()
-        for holder in self._holders:
-            host = holder.on_host
-            assert host is not None, "it is on the host"
-            if host.data_ptr() not in storages:
-                storages[host.data_ptr()] = torch.empty_like(host, device=holder.device).copy_(
-                    host, non_blocking=True).untyped_storage()
-            tensor = torch.empty(0, dtype=holder.dtype, device=holder.device).set_(storages[host.data_ptr()],
-                                                                                   *holder.view)
-            holder.tensor, holder.version = tensor, tensor._version
-            if outer is not None:
-                outer(tensor)  # which counts
-        for holder in self._holders:
-            holder.on_host = None
+        for host, device, tensors in self._on_host:
+            storage = torch.empty_like(host, device=device).copy_(host, non_blocking=True).untyped_storage()
+            for holder, dtype, layout in tensors:
+                holder.put(torch.empty(0, dtype=dtype, device=device).set_(storage, *layout))
+        self._on_host.clear()
 
 
 def _unpack(packed: Holder | tuple[Tensor, int]) -> Tensor:
-    if not isinstance(packed, Holder):
-        return unpack_unchanged(packed)
-    assert packed.tensor is not None, "it was fetched before the backward"
-    return unpack_unchanged((packed.tensor, packed.version))
+    return packed.unchanged() if isinstance(packed, Holder) else unpack_unchanged(packed)
 
 
 def saving(stage: int, modules: Iterable[nn.Module], given: Iterable[Tensor]) -> SavedTensors:

@@ -410,8 +410,8 @@ class Stage(StageLayers):
         """Run one microbatch backward, or a slice of it: the last slice first.
 
         Args:
-            record: what :meth:`forward` returned; used up. Where a slice carried something on, its ``carried`` are the
-                gradients that the slice after it has returned as ``carried_gradients``.
+            record: what :meth:`forward` returned; used up. Of a slice its ``carried`` are the gradients that the slice
+                after it has left in its own.
             gradients: of the outputs that require one.
 
         Returns:
@@ -485,7 +485,7 @@ class Stage(StageLayers):
     def _input_gradients(self, gradients: Mapping[str, Tensor], record: Record) -> list[Tensor]:
         returned = [contiguous(gradients[name]) for name in self.spec.inputs if name in gradients]
         if record.weightless:
-            record.carried_gradients = {name: torch.zeros_like(t) for name, t in record.carried_gradients.items()}
+            record.carried = {name: torch.zeros_like(t) for name, t in record.carried.items()}
             return list(map(torch.zeros_like, returned))
         return returned
 
@@ -517,8 +517,8 @@ class Stage(StageLayers):
         returned = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                     for name, leaf in saved.inputs.items() if leaf.requires_grad}
         if sliced is not None:
-            record.carried_gradients |= {name: returned.pop(name) for names in span.carried.values()
-                                         for name in names if name in returned}
+            record.carried |= {name: returned.pop(name) for names in span.carried.values()
+                               for name in names if name in returned}
         return returned, graph.weight_grads
 
     def _forward_contexts(self, span: Span, record: Record) -> Iterator[AbstractContextManager[None]]:

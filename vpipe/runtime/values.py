@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,10 @@ class Values(dict[Needed, Any]):
         """Return the records of microbatches in flight, by stage and index."""
         return {(stage, index): record for (value, stage, index), record in self.items() if value in RECORDS}
 
+    def record(self, stage: int, index: int) -> Any:
+        """Return the record of a microbatch in flight; None without one."""
+        return next((self[value, stage, index] for value in RECORDS if (value, stage, index) in self), None)
+
     def take_all(self, value: Value, stage: int) -> list[Any]:
         """Take a value of all indices, in their order."""
         return [self.pop((value, stage, index)) for index in sorted(
@@ -78,12 +82,12 @@ class ActivationCounter(SavingHooks):
             yield
 
     def __call__(self, saved: Tensor) -> tuple[Tensor, int]:
-        _add(self._saved, saved)
+        self._saved |= sizes_of([saved])
         return saved.detach(), saved._version  # an operation's output would hold the graph that holds it
 
     def saved(self) -> dict[StorageWeakRef, int]:
         """Return the bytes of saved storages that were not freed."""
-        return {storage: size for storage, size in self._saved.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+        return alive(self._saved)
 
     def bytes(self, held: Iterable[Tensor], fields: Collection[Tensor], modules: Iterable[nn.Module]) -> int:
         """Return the bytes that a record holds now: every storage once, without the modules' weights and buffers.
@@ -93,9 +97,7 @@ class ActivationCounter(SavingHooks):
             fields: of the batch, as long as it holds them. Each counts by its own size: its storage is that of the
                 whole batch.
         """
-        there = self.saved()
-        for tensor in held:
-            _add(there, tensor)
+        there = {**sizes_of(held), **self.saved()}
         elsewhere = frozenset().union(*(each._held for each in self._before))
         self._held = elsewhere | there.keys()
         there = {storage: size for storage, size in there.items() if storage not in elsewhere}
@@ -120,17 +122,20 @@ def saving_hooks() -> SavingHooks | None:
     return hooks[0] if hooks is not None and isinstance(hooks[0], SavingHooks) else None
 
 
-def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
-    if tensor.layout is torch.strided:
-        storages.setdefault(storage_of(tensor), local(tensor).untyped_storage().nbytes())
+def sizes_of(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    """Return the bytes of the storages of tensors that have one: those by which DTensor finds shapes have none."""
+    return {storage_of(tensor): local(tensor).untyped_storage().nbytes() for tensor in tensors
+            if tensor.layout is torch.strided and tensor.device.type != "meta"}
+
+
+def alive(sizes: Mapping[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:
+    """Return the storages that were not freed."""
+    return {storage: size for storage, size in sizes.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of tensors; several may share one."""
-    storages: dict[StorageWeakRef, int] = {}
-    for tensor in tensors:
-        _add(storages, tensor)
-    return sum(storages.values())
+    return sum(sizes_of(tensors).values())
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:

@@ -32,7 +32,7 @@ from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
-from vpipe.runtime.transport.transport import Transport
+from vpipe.runtime.transport.transport import TransferKind, Transport
 from vpipe.runtime.values import LOSS, WANTED
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op
@@ -418,7 +418,6 @@ class Worker:
         with self.completing(stage_index, microbatch, whole=not (record.split or record.weightless)):
             returned = self._returned(Action(Op.BACKWARD, stage_index, microbatch), stage.backward, record, gradients)
         stage.unpin(record.pins)
-        self._give_back(stage_index, microbatch, record)
         self.end_backward(stage_index, microbatch, returned)
 
     def _backward_input(self, stage_index: int, microbatch: int) -> None:
@@ -426,7 +425,6 @@ class Worker:
         gradients = self.output_gradients(stage_index, microbatch, record)
         returned = self._returned(Action(Op.INPUT, stage_index, microbatch), stage.backward_input, record, gradients)
         self.values[HALF, stage_index, microbatch] = record
-        self._give_back(stage_index, microbatch, record)
         self.end_backward(stage_index, microbatch, returned)
 
     def _returned(self, action: Action, backward: Callable[[Record, Mapping[str, Tensor]], list[Tensor]],
@@ -435,7 +433,10 @@ class Worker:
         inputs = record.spans[0].inputs
         try:
             if not self.passing:
-                return backward(record, gradients)
+                returned = backward(record, gradients)
+                if record.carried:
+                    self.values[CARRIED_GRADIENT, action.stage, action.index], record.carried = record.carried, {}
+                return returned
         except Exception as error:
             if not self._gives_up(error, action):
                 raise
@@ -497,12 +498,6 @@ class Worker:
                     if steps.skip and self.segment.weight(microbatch) else share}
         return self._p2p.receive_gradients(stage_index, microbatch)
 
-    def _give_back(self, stage_index: int, microbatch: int, record: Record) -> None:
-        """Store the gradients of what the slice before has carried to this one."""
-        if record.carried_gradients:
-            self.values[CARRIED_GRADIENT, stage_index, microbatch] = record.carried_gradients
-            record.carried_gradients = {}
-
     def _share(self, microbatch: int, scale: float) -> float:
         """Return the share of a microbatch's loss in that of its update, times the scale.
 
@@ -558,3 +553,29 @@ class Worker:
             error.microbatch, part = assignment.microbatch_and_slice(self.segment.base + action.index)
             error.action += f" on slice {part} of {assignment.slices}" if assignment.slices > 1 else ""
             error.action += "" if self.segment.training else " of an evaluation"
+
+
+_SENT = {Op.SEND_F: TransferKind.ACTIVATIONS, Op.SEND_B: TransferKind.GRADIENTS,
+         Op.SEND_W: TransferKind.TIED_WEIGHTS, Op.SEND_G: TransferKind.TIED_GRADIENTS}
+"""The kind of transfer that a send makes."""
+
+
+class NaiveWorker(Worker):
+    """Wait for each send, and on a GPU for the device after every action.
+
+    The checker has proved that sends which wait for their posted receives never deadlock
+    (:func:`~vpipe.schedules.checker.no_deadlock_rendezvous`). A receiver that waits for a header posts later, so sends
+    are not waited for until the first gradient has come back. A send through shared memory ends when it is in there.
+    Norms, losses and sums over replicas are no sends of the program; they are waited for where they are received.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.around.append(self._to_its_end)
+
+    def _to_its_end(self, action: Action, run: Callable[[], None]) -> None:
+        run()
+        here = next(iter(self.stages.values()))
+        accelerator.synchronize(here.device)
+        if action.op in _SENT:
+            self.transport.wait_sent(_SENT[action.op])
