@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -20,13 +21,13 @@ from world import World
 from vpipe import Model, Pipeline
 from vpipe.app.cli import main
 from vpipe.errors import CheckError, UserError
-from vpipe.runtime.worker import check_runnable
+from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules import kinds, registry
 from vpipe.schedules.action import Action, step
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.kinds import GRADIENT, MICROBATCH, Kind, Value, register_kind
+from vpipe.schedules.kinds import GRADIENT, MICROBATCH, SAVED, Kind, Value, register_kind
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
@@ -281,6 +282,33 @@ def test_the_example_of_the_docs(tmp_path: Path, folder: Path, capsys: pytest.Ca
     config = write_config(tmp_path, parallel__schedule="averaged_gpipe")
     assert main(["train", str(config), "--import", "averaging.py"]) == 0
     assert len(sys.modules["averaging"].averages) == 0, "the ranks are other processes"
+
+
+def test_the_example_that_takes_what_another_kind_has_made(folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/add-an-action.md").read_text()
+    (folder / "packing.py").write_text(page.split("```python\n")[2].split("```")[0])
+    packing = importlib.import_module("packing")
+    sizes = []
+
+    def packed(worker: Worker, stage: int, index: int) -> None:
+        pack(worker, stage, index)
+        assert (SAVED, stage, index) not in worker.values
+        _, small = worker.values[packing.PACKED, stage, index]
+        sizes.append([(tensor._nnz(), tensor.numel()) for _, tensor in small])
+
+    def losses(schedule: str) -> list[float]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(4)))
+        pipe = Pipeline(Model.sequential(layers, loss=nn.MSELoss()), lambda weights: torch.optim.SGD(weights, lr=0.1),
+                        stages=2, schedule=schedule, microbatches=4)
+        data = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+        return [step.loss for step in pipe.train({"input": batch, "target": batch.flip(1)} for batch in data)]
+
+    pack, packing.pack = packing.pack, packed
+    assert losses("packed_gpipe") == losses("gpipe")
+    assert len(sizes) == 2 * 2 * 4
+    assert any(held < whole for small in sizes for held, whole in small)
+    sys.modules.pop("packing")
 
 
 def test_its_meaning_is_the_same_in_every_process_and_another_in_another_row() -> None:

@@ -137,8 +137,9 @@ class Schedule:
 
     @property
     def offloaded_stages(self) -> set[int]:
-        """Return the stages of which activations are copied to the host."""
-        return {action.stage for program in self.programs for action in program if action.op.host_bytes is not None}
+        """Return the stages of which saved activations are put elsewhere, such as on the host."""
+        return {action.stage for program in self.programs for action in program
+                if action.op.memory is not None and SAVED in action.op.memory.frees and not action.op.returns}
 
     @cached_property
     def rank_peaks(self) -> tuple[RankPeaks, ...]:
