@@ -161,11 +161,11 @@ class Recorder:
             self._gathered[stage] = 2 * sum(leaf.nbytes for leaf in leaves) - own  # with their gradients
         elif op.memory is not None and GATHERED in op.memory.frees:
             del self._gathered[stage]
-        held = sum(self._gathered.values()) + worker.kept_bytes
+        held = sum(self._gathered.values()) + worker.p2p.kept_bytes
         for record in worker.values.records().values():
-            if not self._knows(record):
+            if (known := self._known(record)) is None:
                 return
-            held += record.counted.bytes
+            held += known.bytes
         self.count += 1
         here = worker.stages.get(stage)
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
@@ -194,9 +194,10 @@ class Recorder:
                            for p in module.parameters() if not p.requires_grad)
                 for index, size in self.weight_bytes().items()}
 
-    def _knows(self, record: Record) -> bool:
-        """Return whether this recorder has counted a record from its forward on."""
-        return record.counted is not None and record.counted.recorder is self
+    def _known(self, record: Record | None) -> _Counted | None:
+        """Return what this recorder knows of a record; None where it has not counted the record from its forward on."""
+        known: _Counted | None = None if record is None else record.counted
+        return known if known is not None and known.recorder is self else None
 
     def _counted(self, op: Kind, stage: int, microbatch: int) -> _Counted | None:
         """Return what is known of the record that an action makes, changes or takes; None where it does neither."""
@@ -204,16 +205,16 @@ class Recorder:
         if not (op.per_microbatch and worker.segment.assignment.trains(stage)):
             return None
         if not op.uses_version:
-            changed = worker.values.record(stage, microbatch) if op.remembers or op.returns or op.completes else None
-            return changed.counted if changed is not None and self._knows(changed) else None
+            changes = op.remembers or op.returns or op.completes
+            return self._known(worker.values.record(stage, microbatch)) if changes else None
         segment = worker.segment
         sizes = self._sizes[stage, worker.is_split(stage, microbatch),
                             segment.loader.signature(segment.first + microbatch)]
         before = [(earlier, microbatch) for earlier in worker.stages if earlier < stage]
         before += [(stage, microbatch - 1)][:microbatch % segment.assignment.slices]
         return _Counted(self, sizes, None if sizes.known else ActivationCounter([
-            record.counted.counter for key in before
-            if (record := worker.values.record(*key)) and self._knows(record) and record.counted.counter]))
+            known.counter for key in before
+            if (known := self._known(worker.values.record(*key))) and known.counter]))
 
     def _keep(self, op: Kind, counted: _Counted, record: Record, stage: int) -> None:
         """Take note of the bytes that an action keeps."""

@@ -103,7 +103,7 @@ class Worker:
                  last_stage: int) -> None:
         self.rank, self.stages, self.transport, self.optimizer_steps = transport.rank, stages, transport, steps
         self.tied, self.comparison, self.fully_sharded, self.last_stage = tied, comparison, fully_sharded, last_stage
-        self._p2p, self.values = p2p, p2p.values
+        self.p2p, self.values = p2p, p2p.values
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self._holds = False
         self.held: tuple[int, int, BaseException] | None = None  # at which microbatch and stage, and what
@@ -139,7 +139,7 @@ class Worker:
             stage.use_autocast(segment.autocast)
         self.optimizer_steps.begin(segment)
         self.tied.begin(segment.assignment)
-        self._p2p.begin(segment)
+        self.p2p.begin(segment)
         if self.comparison is not None:
             self.comparison.begin(segment)
 
@@ -195,7 +195,7 @@ class Worker:
         """Drop the state of a segment that failed before any stage of this process made a step."""
         self.values.clear()
         self._activations = dict.fromkeys(self.stages, 0)
-        self._p2p.forget_specs()
+        self.p2p.forget_specs()
         for part in (self.tied, self.optimizer_steps, self.transport):
             part.abandon()
         for stage in self.stages.values():
@@ -228,7 +228,7 @@ class Worker:
             except BaseException:
                 self.values.clear()
                 self.held = None
-                self._p2p.forget_specs()
+                self.p2p.forget_specs()
                 raise
 
     @contextmanager
@@ -271,11 +271,6 @@ class Worker:
         raise UserError("the kernels of microbatches are to be scheduled, but the executor has one stream for all",
                         hint="use an executor with a stream for each, such as async_threaded of vpipe/extras")
 
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes of tensors that wait for a later stage of the rank and that no record of a microbatch counts."""
-        return self._p2p.kept_bytes
-
     # -- forward ---------------------------------------------------------------------------------------
 
     def forward(self, stage_index: int, microbatch: int) -> None:
@@ -294,7 +289,7 @@ class Worker:
             self.values[SAVED, stage_index, microbatch] = Record(
                 [SpanActivations(received, None)], {}, inputs.key, inputs.pins, split=False)
         if stage_index < self.last_stage:
-            self._p2p.put_stand_ins(stage_index, microbatch, inputs.signature, stage)
+            self.p2p.put_stand_ins(stage_index, microbatch, inputs.signature, stage)
         else:
             self.values[LOSS, stage_index, microbatch] = torch.zeros((), device="cpu")
 
@@ -343,13 +338,13 @@ class Worker:
     def _post_activations(self, stage_index: int, microbatch: int) -> None:
         if self.comparison is not None and microbatch >= self.comparison.posted_until[stage_index]:
             self.comparison.post(stage_index, microbatch)
-        self._p2p.post_activations(stage_index, microbatch)
+        self.p2p.post_activations(stage_index, microbatch)
 
     def forward_inputs(self, stage_index: int, microbatch: int) -> ForwardInputs:
         """Return the inputs of a forward; the activations are waited for last."""
         segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.base + microbatch, segment.loader.signature(segment.first + microbatch)
-        sliced = segment.loader.sliced(segment.first + microbatch)
+        sliced = segment.loader.sliced(segment.first + microbatch)  # none in an evaluation
         fields = {name: value if value.device == stage.device else accelerator.queued_copy(value, stage.device)
                   for name, value in segment.loader.consume(segment.first + microbatch).items()
                   if name in stage.spec.fields and not self.passing}
@@ -358,14 +353,15 @@ class Worker:
         update, within = divmod(number, segment.assignment.update_every)
         within, _ = segment.assignment.microbatch_and_slice(within)
         within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
+        pins: dict[int, int] | None = None
         if segment.training:
             pins = stage.pin({owner: self.tied.install(owner, self._tied_version_of(owner, microbatch))
                               for owner in stage.borrowed})
-            return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
-                                 (update, within), pins, sliced)
-        stage.use_latest()
-        return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
-                             (-1 - update, within), None, None)
+        else:
+            stage.use_latest()
+            update = -1 - update
+        return ForwardInputs(self.p2p.receive_activations(stage_index, microbatch), fields, signature,
+                             (update, within), pins, sliced)
 
     def end_forward(self, stage_index: int, microbatch: int, inputs: ForwardInputs, outputs: list[Tensor],
                      record: Record | None = None) -> None:
@@ -384,7 +380,7 @@ class Worker:
             if record is not None and not outputs[0].requires_grad:
                 self._check_loss_may_be_constant(stage_index, microbatch, inputs)
             return
-        self._p2p.put_activations(stage_index, microbatch, inputs.signature, self.stages[stage_index].spec.outputs,
+        self.p2p.put_activations(stage_index, microbatch, inputs.signature, self.stages[stage_index].spec.outputs,
                                   outputs)
 
     def _check_wants_no_gradient(self, stage_index: int, outputs: list[Tensor]) -> None:
@@ -496,7 +492,7 @@ class Worker:
             # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
             return {"loss": share.masked_fill_(~loss.isfinite(), math.nan)
                     if steps.skip and self.segment.weight(microbatch) else share}
-        return self._p2p.receive_gradients(stage_index, microbatch)
+        return self.p2p.receive_gradients(stage_index, microbatch)
 
     def _share(self, microbatch: int, scale: float) -> float:
         """Return the share of a microbatch's loss in that of its update, times the scale.
@@ -518,7 +514,7 @@ class Worker:
         """Store the gradients of a stage's inputs for the stage before."""
         self._activations[stage_index] -= 1
         if self.segment.assignment.trains(stage_index - 1):
-            self._p2p.put_gradients(stage_index, microbatch, returned)
+            self.p2p.put_gradients(stage_index, microbatch, returned)
 
     # -- failures --------------------------------------------------------------------------------------
 

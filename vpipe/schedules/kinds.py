@@ -398,18 +398,18 @@ class Op:
     GATHER = Kind("GATHER_W", "weights stepped by replicas", UPDATE, "optimizer_steps.gather", summed=True,
                   of_model=True, needs=lambda at, s, i, rank: [(STEPPED, s, i)], makes=((EXCHANGED, 0),))
     SEND_F = Kind(
-        "SEND_F", "send activations", MICROBATCH, "_p2p.send_activations",
+        "SEND_F", "send activations", MICROBATCH, "p2p.send_activations",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
         transfer=TransferEnd(OUTPUT, True, "RECV_F", 1, 0, _neighbour(1), lambda cost: cost.output_bytes))
     RECV_F = Kind("RECV_F", "get ready for activations", MICROBATCH, "_post_activations",
                   transfer=TransferEnd(OUTPUT, False, "SEND_F", -1, -1, _neighbour(-1)))
     SEND_B = Kind(
-        "SEND_B", "send gradients", MICROBATCH, "_p2p.send_gradients",
+        "SEND_B", "send gradients", MICROBATCH, "p2p.send_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT_GRADIENT, s - 1, i)],
         transfer=TransferEnd(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _wanting_gradient,
                              lambda cost: cost.gradient_bytes))
     RECV_B = Kind(  # the shapes of a gradient are known once its forward has run
-        "RECV_B", "get ready for gradients", MICROBATCH, "_p2p.post_gradients",
+        "RECV_B", "get ready for gradients", MICROBATCH, "p2p.post_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
         transfer=TransferEnd(OUTPUT_GRADIENT, False, "SEND_B", 1, 0, _neighbour(1)))
     # Weights tied across ranks. The stage is the one that owns the weight, on both sides.
