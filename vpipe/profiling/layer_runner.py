@@ -140,8 +140,7 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
     return LayerCounts(
         parameter_bytes=bytes_of(own),
         frozen_bytes=bytes_of(shared) - bytes_of([*own, *borrowed]) - bytes_of(runner.stage.frozen_ties.values()),
-        working_bytes=_working(runner, given, shared),
-        weight_half_bytes=_between_halves(runner, given, sizes_of(shared)),
+        working_bytes=_working(runner, given, shared), weight_half_bytes=_between_halves(runner, given),
         optimizer_bytes=_optimizer_bytes(runner, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
         saves=saves, forward_flops=_flops(runner, given),
         tied_bytes=runner.tied_bytes, frozen_tied_bytes=runner.frozen_tied_bytes,
@@ -188,14 +187,13 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
     return peak.bytes + coming
 
 
-def _between_halves(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]) -> int:
+def _between_halves(runner: LayerRunner, given: LayerInputs) -> int:
     """Return the bytes that the input half leaves for the weight half, where nobody else holds inputs and outputs."""
     kept = ActivationCounter()
     with kept.counting():
         record = runner.forward(_copied(given), split=True)[1]
     runner.backward(record, given.gradients, split=True)
-    waiting = kept.saved() | sizes_of(t for half in record.weight_grads for t in half.waiting())
-    size = sum(size for storage, size in waiting.items() if storage not in shared)
+    size = kept.bytes(record.tensors(), (), runner.stage.modules.values())
     runner.stage.backward_weight(record)
     return size
 

@@ -381,7 +381,7 @@ class Worker:
                 self._check_loss_may_be_constant(stage_index, microbatch, inputs)
             return
         self.p2p.put_activations(stage_index, microbatch, inputs.signature, self.stages[stage_index].spec.outputs,
-                                  outputs)
+                                 outputs)
 
     def _check_wants_no_gradient(self, stage_index: int, outputs: list[Tensor]) -> None:
         """Refuse an output that wants a gradient of a stage that has no backward, since nothing is trained up to it."""
@@ -464,14 +464,14 @@ class Worker:
         self.stages[stage_index].recompute(self.values[SAVED, stage_index, microbatch])
 
     def _offload(self, stage_index: int, microbatch: int) -> None:
-        record = self.values.pop((SAVED, stage_index, microbatch))
-        record.saved.offload()
-        self.values[OFFLOADED, stage_index, microbatch] = record
+        if (saved := self.values[SAVED, stage_index, microbatch].saved) is not None:  # a stand-in has none
+            saved.offload()
+        self.values[OFFLOADED, stage_index, microbatch] = self.values.pop((SAVED, stage_index, microbatch))
 
     def _fetch(self, stage_index: int, microbatch: int) -> None:
-        record = self.values.pop((OFFLOADED, stage_index, microbatch))
-        record.saved.fetch()
-        self.values[SAVED, stage_index, microbatch] = record
+        record = self.values[SAVED, stage_index, microbatch] = self.values.pop((OFFLOADED, stage_index, microbatch))
+        if record.saved is not None:
+            record.saved.fetch()
 
     def output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         """Prepare a stage for the backward of a microbatch; return the gradients of its outputs, by name."""
