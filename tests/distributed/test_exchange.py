@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from lines import Lines, exchanges
+from lines import Lines, ThreadLine, exchanges
 from watched_ranks import WITHIN_S, Ranks, hello, until
 
 from vpipe.distributed.value_exchange import DOING, Exchange
@@ -60,6 +61,15 @@ def test_only_rank_0_waits_for_what_it_gathers() -> None:
     assert [then(), early()] == [["d", "b"], ["c", "a"]]
 
 
+def test_what_a_rank_gives_is_no_longer_among_a_thousand_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 receives it from all of them in every update."""
+    given: list[str] = []
+    monkeypatch.setattr(ThreadLine, "give", lambda line, message: given.append(json.dumps(message)))
+    for ranks in (2, 1000):
+        exchanges(ranks)[1].note("step 3 of train()")
+    assert len(given[0]) == len(given[1])
+
+
 def test_rank_0_decides_on_the_votes_of_all() -> None:
     assert of_all(lambda one: one.agree(str(one.rank), " ".join)) == ["0 1 2"] * 3
 
@@ -107,7 +117,7 @@ def test_values_given_before_a_rank_ends_arrive(ranks: Ranks) -> None:
     Exchange(ranks.watches[1]).gather("theirs" * 300_000)  # more than a socket holds; 0.3 s for it
     ranks.watches.pop(1).leave()
     assert [len(value) for value in mine()] == [4, 1_800_000]
-    until(lambda: ranks.watches[0]._states[1].left)
+    until(lambda: 1 in ranks.watches[0].left)
     assert ranks.ended[0].empty()
 
 
@@ -131,7 +141,7 @@ def test_one_that_is_killed_is_named_and_the_others_still_agree(ranks: Ranks) ->
     line.close()
     until(lambda: all(watch.fault is not None for watch in ranks.watches.values()))
     for watch in ranks.watches.values():
-        watch.acknowledge()
+        watch._go_on("raise")
     assert together([one.agree for one in voters], "mine", " ".join) == ["mine mine mine"] * 2
     late = together([one.agree for one in voters], "mine", " ".join)
     assert [str(error).splitlines()[0] for error in late] == [

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from threading import Event, Thread, Timer
 
 import pytest
@@ -18,9 +19,82 @@ from vpipe.distributed.connection import Connection, break_off, connect, connect
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.fault import Fault
 from vpipe.distributed.value_exchange import Exchange
+from vpipe.distributed.watchdog import TRANSITIONS, Phase
 from vpipe.errors import RunError
 
 pytestmark = pytest.mark.jobs
+
+PHASES = """
+              failure    raise      leave    close
+    WATCHING  FAILED     REPORTING  LEAVING  CLOSED
+    REPORTING RAISING    REPORTING  LEAVING  CLOSED
+    FAILED    FAILED     RAISING    LEAVING  CLOSED
+    RAISING   RAISING    RAISING    LEAVING  CLOSED
+    LEAVING   LEAVING    LEAVING    LEAVING  CLOSED
+    CLOSED    CLOSED     CLOSED     CLOSED   CLOSED
+"""
+
+
+def test_each_event_leads_from_each_phase_to_this_one() -> None:
+    _, events, *rows = (line.split() for line in PHASES.splitlines())
+    assert [phase.name for phase in Phase] == [row[0] for row in rows]
+    assert {event: {Phase[row[0]]: TRANSITIONS[event].get(Phase[row[0]], Phase[row[0]]) for row in rows}
+            for event in TRANSITIONS} == \
+        {event: {Phase[row[0]]: Phase[row[column]] for row in rows} for column, event in enumerate(events, 1)}
+
+
+@pytest.mark.parametrize(("calls", "phase", "ended"), [
+    ("failure", "CLOSED", True), ("raise", "REPORTING", False), ("raise failure", "RAISING", False),
+    ("failure raise", "RAISING", False), ("leave", "CLOSED", False), ("leave failure", "CLOSED", False),
+    ("failure leave", "CLOSED", False), ("raise failure leave", "CLOSED", False)])
+def test_only_a_rank_that_neither_raises_the_failure_nor_leaves_is_ended(ranks: Ranks, calls: str, phase: str,
+                                                                         ended: bool) -> None:
+    ranks.pace = replace(PACE, grace_s=1.0)
+    ranks.start(2)
+    watch = ranks.watches[1]
+    for call in calls.split():
+        {"failure": partial(watch._set_fault, Fault.ended(0)), "raise": partial(watch._go_on, "raise"),
+         "leave": watch.leave}[call]()
+    until(lambda: watch._phase is Phase[phase])
+    if phase == "CLOSED":
+        watch._thread.join(WITHIN_S)
+    else:
+        time.sleep(1.5)
+    assert ranks.ended[1].empty() is not ended
+    assert watch._phase is Phase[phase]
+    assert (1 in ranks.broken_off) == ("failure" in calls and not calls.startswith("leave"))
+
+
+def test_a_heartbeat_is_an_empty_message_whatever_the_ranks_do_and_however_many_they_are(ranks: Ranks) -> None:
+    ranks.pace = replace(PACE, silent_s=WITHIN_S)
+    quiet = hello(ranks.start(6, without=(5,)), 5)
+    ranks.watches[1].transfer = Waiting(5)
+    time.sleep(10 * PACE.beat_s)
+    arrived = quiet.receive()
+    assert len(arrived) in range(2, 15)
+    assert not any(arrived)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks.join(5, 6, connect("127.0.0.1", server.getsockname()[1], WITHIN_S)).transfer = Waiting(1)
+        with server.accept()[0] as connection:
+            time.sleep(10 * PACE.beat_s)
+            sent = connection.recv(1 << 16)
+    assert sent == b"{}\n" * (len(sent) // 3)
+    assert len(sent) in range(6, 45)
+    quiet.close()
+
+
+def test_states_are_sent_when_a_rank_asks_without_those_of_silent_ones(ranks: Ranks) -> None:
+    quiet = hello(ranks.start(4, without=(3,)), 3)
+    ranks.watches[1].transfer = Waiting(0)
+    states = ranks.watches[2].ask_states()
+    assert [None if state.waits is None else state.waits.peer for state in states] == [None, 0, None, None]
+    assert states[3].silent_s >= PACE.beat_s
+    assert max(state.silent_s for state in states[:3]) < states[3].silent_s
+    for _ in range(50):
+        ranks.lines[1].send({"ask": True})
+        time.sleep(PACE.beat_s / 10)
+    assert sum("ask" in message for message in quiet.receive()) in range(2, 20), "however often they want to know"
+    quiet.close()
 
 
 def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) -> None:
@@ -99,7 +173,7 @@ def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
     detector = ranks.start(4, without=(3,))
     line = hello(detector, 3)
     ranks.watches.pop(1).leave()
-    until(lambda: ranks.watches[2]._states[1].left)
+    until(lambda: 1 in ranks.watches[2].left)
     line.close()
     assert ranks.end_of(2).startswith("error: rank 3 (stage 3) on b died without a message")
     assert ranks.ended[1].empty()
@@ -116,7 +190,7 @@ def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypat
 
     monkeypatch.setattr(Connection, "send", slowly)
     ranks.watches.pop(1).leave()
-    until(lambda: ranks.watches[0]._states[1].left)
+    until(lambda: 1 in ranks.watches[0].left)
 
 
 def test_rank_0_ends_after_others_that_exchange_values_without_it(ranks: Ranks) -> None:
@@ -153,7 +227,7 @@ def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: 
 def test_a_rank_waiting_for_one_that_has_ended_is_told_so(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.watches.pop(1).leave()
-    until(lambda: ranks.watches[2]._states[1].left)
+    until(lambda: 1 in ranks.watches[2].left)
     fault = ranks.watches[2].explain(1, None)
     assert str(ranks.watches[2].error(fault, "...")) == (
         "error: rank 1 (stage 1) on a has ended its program; ... (rank 2, peer rank 1)\n"
@@ -189,7 +263,7 @@ def test_all_ranks_report_a_ranks_own_error(ranks: Ranks) -> None:
 def test_the_first_failure_counts(ranks: Ranks) -> None:
     detector = ranks.start(3, without=(1,))
     hello(detector, 1).close()
-    until(ranks.watches[2]._known.is_set)
+    until(lambda: ranks.watches[2].fault)
     ranks.watches[2].failed(ValueError("what follows from it"))
     assert ranks.watches[2].explain(1, None) == Fault.ended(1)
     assert ranks.watches[0].explain(2, None) == Fault.ended(1)
@@ -284,7 +358,7 @@ def test_a_pause_of_the_own_process_is_nobodys_silence(ranks: Ranks, monkeypatch
     time.sleep(0.5)
     assert ranks.ended[0].empty()
     assert ranks.ended[1].empty()
-    assert not ranks.watches[0]._known.is_set()
+    assert ranks.watches[0].fault is None
 
 
 @pytest.mark.parametrize("timeout_s", [2.0, 4.0, 60.0, 600.0])

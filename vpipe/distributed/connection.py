@@ -20,9 +20,6 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
-MAX_UNSENT_BYTES = 1 << 20
-"""Unsent bytes above which a message that may be lost is dropped: a heartbeat more or less."""
-
 MAX_BYTES = 1 << 28
 """Largest size of a message: a rank that sends more is none. The entries of 90,000 tensors have 10 MB."""
 
@@ -31,6 +28,15 @@ UNAUTHENTICATED_BYTES = 4096
 
 RECEIVES = 4
 """Reads from one peer at a time: one that sends without end must not keep the others waiting."""
+
+
+def encoded(message: Mapping[str, Any]) -> bytes:
+    """Return a message as it is sent. What all ranks get is encoded once."""
+    return json.dumps(message).encode() + b"\n"
+
+
+BEAT = encoded({})
+"""A heartbeat: the process lives."""
 
 
 class HungUpError(ConnectionError):
@@ -63,15 +69,14 @@ class Connection:
         """Return whether something waits for the network to take it."""
         return bool(self._unsent)
 
-    def send(self, message: Mapping[str, Any], *, again: bool = False) -> None:
-        """Send a message; what the network does not take now, it gets from :meth:`flush`.
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; what the network does not take now, it gets from :meth:`flush`."""
+        self.send_encoded(encoded(message))
 
-        Args:
-            again: whether the like is sent again soon: then it is dropped when too much waits.
-        """
+    def send_encoded(self, message: bytes) -> None:
+        """Send what :func:`encoded` returned, as :meth:`send` does."""
         with self._lock:
-            if not again or len(self._unsent) < MAX_UNSENT_BYTES:
-                self._unsent += json.dumps(message).encode() + b"\n"
+            self._unsent += message
         self.flush()
 
     def flush(self) -> None:
@@ -88,15 +93,17 @@ class Connection:
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived, or some of them: the next call returns more."""
         messages, self._early = self._early, []
-        lines: list[bytes] = []
+        lines: list[bytearray] = []
         try:
             for _ in range(RECEIVES):
                 more = self._socket.recv(min(65536, self.max_bytes))
-                first, *rest = more.split(b"\n")
-                self._unended += first
-                for line in rest:
-                    lines.append(bytes(self._unended))
-                    self._unended = bytearray(line)
+                if more == BEAT and not self._unended:  # most of what rank 0 receives
+                    messages.append({})
+                    continue
+                self._unended += more
+                if b"\n" in more:
+                    *ended, self._unended = self._unended.split(b"\n")
+                    lines += ended
                 if not more or len(self._unended) > self.max_bytes:
                     self.closed = True
                     break

@@ -1,5 +1,8 @@
 """Detect failures in the process of rank 0, from the connections and heartbeats of all ranks: a killed rank first here.
 
+A heartbeat is an empty message: the process lives. What a rank waits for or does, its state, stays there; when a rank
+asks, all send their states here, and all get them.
+
 Each rank's side is :mod:`~vpipe.distributed.watchdog`. The values that ranks exchange pass through here, too: see
 :mod:`~vpipe.distributed.value_exchange`.
 """
@@ -8,9 +11,10 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import inf
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -21,6 +25,7 @@ from vpipe.distributed.connection import (
     Connection,
     admit,
     close_in_child,
+    encoded,
     greet,
     listening_socket,
 )
@@ -78,7 +83,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of a rank as the others know it, at most a heartbeat old.
+    """The state of a rank as the others know it once they have asked for the states of all.
 
     Attributes:
         silent_s: since it was heard.
@@ -104,15 +109,14 @@ class RankState:
 
 @dataclass
 class _Member:
-    """A rank, as rank 0 knows it; ``waits`` and ``at`` as in its latest heartbeat."""
+    """A rank, as rank 0 knows it; ``state``: the latest that it has sent, its ``waits`` and ``at``."""
 
     rank: int
     heard_at: float
     connection: Connection | None = None
     left: bool = False
     heard: bool = False  # of the failure
-    waits: Any = None
-    at: Any = None
+    state: Sequence[Any] = (None, None)
     unsent: bool = False  # whether the selector waits until more can be sent
 
 
@@ -144,18 +148,22 @@ class FailureDetector:
         """The oldest first, with the time until which it may stay, and what it has to answer."""
         self._fault: Fault | None = None
         self._claims: list[Fault] = []  # of the ranks, since failures were looked for
+        self._gone: list[_Member] = []  # whose connections were closed since then
+        self._left: list[int] = []  # ranks that ended their programs since the last heartbeat
+        self._states_wanted, self._states_asked_at = False, -inf
+        self._awaited: set[int] | None = None  # ranks whose states are still to come, once all were asked
         self._relay = Relay(ranks, self._claims.append)
         self._stops: dict[str, str] = {}  # why, by what is asked to stop
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._stopping = False
-        self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda events: None)
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         self._thread = Thread(target=self._run, name="vpipe-failure-detector", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Send all ranks the latest state and end, when they have heard it."""
+        """Tell all ranks who has left and end, when they have heard it."""
         self._stopping = True
         with suppress(OSError):
             self._wake.send(b".")
@@ -181,38 +189,47 @@ class FailureDetector:
         last = beat_at = monotonic()
         end_at: float | None = None
         while end_at is None or (last < end_at and self._has_listeners()):
-            self._select_unsent()
-            for key, events in self._selector.select(max(0.0, beat_at - monotonic())):
-                if events & selectors.EVENT_WRITE:
-                    assert isinstance(key.fileobj, Connection)
-                    key.fileobj.flush()
-                if events & selectors.EVENT_READ:
-                    answer: Callable[[], None] = key.data
-                    answer()
+            waits = self._states_wanted or self._awaited is not None
+            wake_at = min(beat_at, self._states_asked_at + self.timing.beat_s) if waits else beat_at
+            for key, events in self._selector.select(max(0.0, wake_at - monotonic())):
+                key.data(events)
             now = monotonic()
             if now - last > 2 * self.timing.beat_s:  # it was this process that paused: no rank was silent
                 for member in self._members:
                     member.heard_at += now - last
             last = now
-            self._find_failure(now, ending=end_at is not None)
+            # Most of what arrives are heartbeats, a thousand a second from a thousand ranks: nothing here goes through
+            # all ranks for each.
+            if now >= beat_at or self._claims or self._gone:
+                self._find_failure(now, ending=end_at is not None)
             if end_at is None and self._stopping:
                 self._selector.unregister(self._woken)
                 beat_at, end_at = now, now + min(LINGER_S, self.timing.grace_s)
             if now >= beat_at:
                 beat_at = now + self.timing.beat_s
-                self._broadcast({"ranks": [[now - member.heard_at, member.left, member.waits, member.at]
-                                           for member in self._members]}, again=end_at is None)
-                for connection in [one for one, (until, _) in self._unauthenticated.items() if until < now]:
-                    self._drop(connection)
+                self._beat(now)
+            if self._states_wanted or self._awaited is not None:
+                self._gather_states(now)
 
-    def _select_unsent(self) -> None:
-        """Wait, too, until the network takes more of what it did not take at once."""
-        for member in self._members:
-            connection = member.connection
-            if connection is not None and not connection.closed and connection.has_unsent != member.unsent:
-                member.unsent = connection.has_unsent
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.unsent else 0)
-                self._selector.modify(connection, events, self._selector.get_key(connection).data)
+    def _beat(self, now: float) -> None:
+        left, self._left = self._left, []
+        self._broadcast({"left": left} if left else {})
+        for connection in [one for one, (until, _) in self._unauthenticated.items() if until < now]:
+            self._drop(connection)
+
+    def _gather_states(self, now: float) -> None:
+        """Ask all ranks for their states, at most once per heartbeat; send all of them to all when they are there, or
+        when a heartbeat is over: silent ranks do not answer."""
+        over = now >= self._states_asked_at + self.timing.beat_s
+        if self._awaited is None and over:
+            self._states_asked_at = now
+            self._awaited = {member.rank for member in self._members if not member.left
+                             and member.connection is not None and not member.connection.closed}
+            self._broadcast({"ask": True})
+        elif self._awaited is not None and (over or not self._awaited):
+            self._states_wanted, self._awaited = False, None
+            self._broadcast({"states": [[now - member.heard_at, member.left, *member.state]
+                                        for member in self._members]})
 
     def _has_listeners(self) -> bool:
         """Return whether a rank could still hear something, or is about to connect: any but those that failed.
@@ -223,11 +240,11 @@ class FailureDetector:
         return any(member.connection is None or not (member.connection.closed or member.heard)
                    for rank, member in enumerate(self._members) if rank not in failed)
 
-    def _accept(self) -> None:
+    def _accept(self, events: int) -> None:
         with suppress(OSError):
             accepted, _ = self._server.accept()
             connection = Connection(accepted, UNAUTHENTICATED_BYTES)
-            self._selector.register(connection, selectors.EVENT_READ, lambda: self._authenticate(connection))
+            self._selector.register(connection, selectors.EVENT_READ, lambda events: self._authenticate(connection))
             self._unauthenticated[connection] = monotonic() + min(PROOF_S, self.timing.silent_s), greet(connection)
             if len(self._unauthenticated) > MAX_UNAUTHENTICATED + len(self._members):
                 self._drop(next(iter(self._unauthenticated)))
@@ -255,11 +272,13 @@ class FailureDetector:
         del self._unauthenticated[connection]
         connection.max_bytes = MAX_BYTES
         member.connection, member.heard_at = connection, monotonic()
-        self._selector.modify(connection, selectors.EVENT_READ, lambda: self._receive(member))
+        self._selector.modify(connection, selectors.EVENT_READ, lambda events: self._serve_member(member, events))
         if self._fault is not None:
             connection.send({"fault": asdict(self._fault)})
         if self._stops:
             connection.send({"stop": self._stops})
+        if left := [each.rank for each in self._members if each.left]:
+            connection.send({"left": left})
         for message in messages[1:]:
             self._handle(member, message)
         if all(member.connection is not None for member in self._members):
@@ -271,19 +290,34 @@ class FailureDetector:
         for connection in list(self._unauthenticated):
             self._drop(connection)
 
-    def _receive(self, member: _Member) -> None:
-        assert member.connection is not None
-        for message in member.connection.receive():
-            self._handle(member, message)
-        if member.connection.closed:
-            self._selector.unregister(member.connection)
-            member.connection.close()
-            self._answer(self._relay.leave(member.rank))
+    def _serve_member(self, member: _Member, events: int) -> None:
+        connection = member.connection
+        assert connection is not None
+        if events & selectors.EVENT_WRITE:
+            connection.flush()
+            self._select_unsent(member, connection)
+        if events & selectors.EVENT_READ:
+            for message in connection.receive():
+                self._handle(member, message)
+            if connection.closed:
+                self._selector.unregister(connection)
+                connection.close()
+                self._gone.append(member)
+                self._await_no_more(member)
+                self._answer(self._relay.leave(member.rank))
+
+    def _await_no_more(self, member: _Member) -> None:
+        if self._awaited is not None:
+            self._awaited.discard(member.rank)
 
     def _handle(self, member: _Member, message: dict[str, Any]) -> None:
         member.heard_at = monotonic()
-        if "waits" in message:
-            member.waits, member.at = message["waits"], message.get("at")
+        if not message:
+            return  # a heartbeat
+        self._states_wanted |= "ask" in message
+        if "state" in message:
+            member.state = message["state"]
+            self._await_no_more(member)
         if "give" in message:
             self._answer(self._relay.give(member.rank, message))
         if "late" in message:
@@ -291,6 +325,8 @@ class FailureDetector:
         member.heard = member.heard or "heard" in message
         if "left" in message:
             member.left = True
+            self._left.append(member.rank)
+            self._await_no_more(member)
             self._answer(self._relay.leave(member.rank))
         if "fault" in message:
             self._claims.append(Fault.from_message(message["fault"]))
@@ -300,12 +336,6 @@ class FailureDetector:
             self._stops = message["stop"] | self._stops
             self._broadcast({"stop": self._stops})
 
-    def _answer(self, answers: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-        for rank, message in answers:
-            connection = self._members[rank].connection
-            if connection is not None and not connection.closed:
-                connection.send(message)
-
     def _find_failure(self, now: float, *, ending: bool) -> None:
         """Declare the ranks that are gone, silent or absent, all of a kind in one fault; else what a rank claims.
 
@@ -314,13 +344,13 @@ class FailureDetector:
         thread is about to end.
         """
         claims, self._claims[:] = self._claims[:], []
+        closed, self._gone = self._gone, []
         if self._fault is not None:
             return
         there = {} if ending or self._members[0].left else \
-            {rank: member for rank, member in enumerate(self._members) if not member.left}
+            {member.rank: member for member in self._members if not member.left}
         said = {rank for fault in claims if fault.reported for rank in fault.ranks}
-        if gone := [rank for rank, member in there.items() if member.connection is not None
-                    and member.connection.closed and rank not in said]:
+        if gone := sorted(member.rank for member in closed if member.rank in there.keys() - said):
             self._declare(Fault.ended(*gone))
             return
         if claims:
@@ -340,7 +370,22 @@ class FailureDetector:
             self._fault = fault
             self._broadcast({"fault": asdict(fault)})
 
-    def _broadcast(self, message: dict[str, Any], *, again: bool = False) -> None:
-        for member in self._members:
-            if member.connection is not None and not member.connection.closed:
-                member.connection.send(message, again=again)
+    def _broadcast(self, message: Mapping[str, Any]) -> None:
+        self._answer((member.rank, message) for member in self._members)
+
+    def _answer(self, answers: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        latest, code = None, b""
+        for rank, message in answers:
+            connection = self._members[rank].connection
+            if connection is not None and not connection.closed:
+                if message is not latest:  # one for all ranks is encoded once
+                    latest, code = message, encoded(message)
+                connection.send_encoded(code)
+                self._select_unsent(self._members[rank], connection)
+
+    def _select_unsent(self, member: _Member, connection: Connection) -> None:
+        """Wait, too, until the network takes more of what it did not take at once."""
+        if connection.has_unsent != member.unsent:
+            member.unsent = connection.has_unsent
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.unsent else 0)
+            self._selector.modify(connection, events, self._selector.get_key(connection).data)

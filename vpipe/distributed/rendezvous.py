@@ -206,7 +206,7 @@ class Rendezvous:
 
     def set_timing(self, timing: WatchdogTiming) -> None:
         """Watch at another pace from now on. Every rank must beat as often before rank 0 expects it."""
-        self.watchdog.set_timing(timing)
+        self.watchdog.timing = timing
         if self._detector is not None:
             self._detector.timing = timing
 

@@ -61,7 +61,7 @@ class Exchange:
 
     def __init__(self, line: ExchangeLine | None = None, channel: str = "", timeout_s: float | None = None,
                  among: Sequence[int] | None = None) -> None:
-        self._line, self._timeout_s = line, timeout_s
+        self._line, self._timeout_s, self._of = line, timeout_s, among
         self._among = list(range(1 if line is None else line.ranks) if among is None else among)
         self._channel = channel if among is None else f"{channel} of {','.join(map(str, among))}"
         self.rank, self.ranks = self._among.index(0 if line is None else line.rank), len(self._among)
@@ -144,7 +144,7 @@ class Exchange:
         elif error is not None:
             fault = Fault.failed(line.rank, error)
             failure = {"what": f"rank {line.rank} {fault.what}", "hint": fault.hint, "peer": line.rank}
-        line.give({"give": name, "value": [call, failure, value], "of": self._among, "hears": hears})
+        line.give({"give": name, "value": [call, failure, value], "of": self._of, "hears": hears})
         return name
 
     def _take(self, line: ExchangeLine, name: str, doing: str, error: BaseException | None = None) -> list[Any]:
@@ -221,10 +221,10 @@ class Relay:
         """Take a rank's value of an exchange; yield the values of all when it is the last.
 
         Args:
-            message: ``give``, the name of the exchange; ``value``; ``of``, the ranks that take part; ``hears``, whether
-                the rank waits for those of all.
+            message: ``give``, the name of the exchange; ``value``; ``of``, the ranks that take part, None: all;
+                ``hears``, whether the rank waits for those of all.
         """
-        name, among = message["give"], message["of"]
+        name, among = message["give"], message["of"] or range(self._ranks)
         values = self._given.setdefault(name, {})
         self._among[name] = among
         values[rank] = message
@@ -236,9 +236,8 @@ class Relay:
                 self._claim(Fault((among[0],), f"is at {of_all[0][0]}, rank {apart} at {values[apart]['value'][0]}",
                                   SAME_CALLS))
                 return
-            for listener in reversed(among):  # rank 0, which may end, last
-                if values[listener]["hears"]:
-                    yield listener, {"given": name, "values": of_all}
+            answer = {"given": name, "values": of_all}
+            yield from ((listener, answer) for listener in reversed(among) if values[listener]["hears"])  # rank 0 last
         elif message["hears"] and (missing := self._left.intersection(among) - values.keys()):
             yield rank, {"given": name, "without": min(missing)}
 

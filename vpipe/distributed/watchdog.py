@@ -1,6 +1,7 @@
 """Watch the other ranks from a thread of each rank: send heartbeats, hear of failures, end this process for one.
 
-Rank 0 notices a failure first, in its :mod:`~vpipe.distributed.failure_detector`, and sends it here.
+A heartbeat says that the process lives, and no more. Rank 0 notices a failure first, in its
+:mod:`~vpipe.distributed.failure_detector`, and sends it here.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from threading import Condition, Event, Thread, current_thread, main_thread
+from enum import Enum
+from math import inf
+from threading import Condition, Thread, current_thread, main_thread
 from time import monotonic, perf_counter, sleep
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from vpipe.distributed.connection import Connection
+from vpipe.distributed.connection import BEAT, Connection
 from vpipe.distributed.failure_detector import RankState, Wait, WatchdogTiming
 from vpipe.distributed.fault import Fault, may_follow
 from vpipe.distributed.wait_graph import LONG, LongWaits, WaitChain, sentence
@@ -101,6 +104,26 @@ PATIENCE_S = 2.0
 """How long a rank that lost another asks who failed first, before it blames the one that it lost."""
 
 
+class Phase(Enum):
+    """How far a rank is on its way from work to the end of its watch."""
+
+    WATCHING = "no failure is known"
+    REPORTING = "the main thread has met a failure, and waits to hear which one of the job came first"
+    FAILED = "a failure is known, which the main thread must raise in time, or the process is ended"
+    RAISING = "the main thread raises the failure that is known"
+    LEAVING = "the program is at its end, and waits until rank 0 has received all that was sent"
+    CLOSED = "nothing arrives any more"
+
+
+TRANSITIONS: Mapping[str, Mapping[Phase, Phase]] = {
+    "failure": {Phase.WATCHING: Phase.FAILED, Phase.REPORTING: Phase.RAISING},
+    "raise": {Phase.WATCHING: Phase.REPORTING, Phase.FAILED: Phase.RAISING},
+    "leave": dict.fromkeys((Phase.WATCHING, Phase.REPORTING, Phase.FAILED, Phase.RAISING), Phase.LEAVING),
+    "close": dict.fromkeys(Phase, Phase.CLOSED)}
+"""What an event makes of a phase; other phases stay. The events: a failure becomes known, the main thread is about to
+raise one, the program leaves, the thread of the watchdog has closed the connection."""
+
+
 class Watchdog:
     """Send the heartbeats of one rank to rank 0 and receive the state of all, in a thread of its own.
 
@@ -120,6 +143,8 @@ class Watchdog:
         activity: of the main thread.
         note: shows long waits; on rank 0, from another thread.
         break_off: makes the main thread's transfers fail.
+        fault: the failure that ends the job, once one is known.
+        left: ranks whose programs have come to their end.
         stops: why a rank asked all to stop, by what is to stop.
         abandoned: batches in which ranks that have not stepped will not: the pipeline, and a number.
     """
@@ -134,19 +159,21 @@ class Watchdog:
         self.break_off: Callable[[], None] = lambda: None
         self.call, self.told = "", False
         self._connection, self.timing, self._end = connection, timing, end
-        self._fault: Fault | None = None
-        self._known, self._acknowledged = Event(), Event()  # by this thread; by the main thread
-        self._states = [RankState() for _ in hosts]
-        self._long_waits: LongWaits | None = None
+        self._changed = Condition()  # what follows, up to the names
+        self._phase = Phase.WATCHING
+        self.fault: Fault | None = None
+        self.left = set[int]()
+        self._states = [RankState() for _ in hosts]  # when a rank asked last
+        self._arrived: dict[str, Mapping[str, Any]] = {}  # exchanges by their names, until they are taken
+        self._names = Counter[str]()
+        self._long_waits = LongWaits(rank, timing, self.place, lambda text: self.note(text))
+        self._asks = False  # for the states of all, since this rank has waited for long
+        self._seen: tuple[Transfer | None, float] = None, 0.0  # the transfer of the main thread, and since when
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
-        self._leaving, self._leave_by = False, 0.0
-        self._given_up: Fault | None = None  # sent to rank 0, whose answer comes first
+        self._leave_by = self._raise_by = 0.0
         self.stops: dict[str, str] = {}
         self._asked: deque[dict[str, str]] = deque()  # here, and still to be sent
-        self._arrived: dict[str, Mapping[str, Any]] = {}  # exchanges by their names, until they are taken
-        self._arrival, self._names = Condition(), Counter[str]()
-        self._over = False  # nothing arrives any more
         self._stepping: dict[int, tuple[int, bool | None]] = {}  # by pipeline, the arguments of ``may_step``
         self.abandoned = set[tuple[int, int] | None]()
         self._in_parts = False  # this rank has exchanged values with some of the others only
@@ -175,14 +202,14 @@ class Watchdog:
     def reported_by_another(self, error: BaseException) -> str | None:
         """Send all ranks an error of this one; if another rank reports the same, return the line to print instead."""
         self.failed(error)
-        fault = self._fault
+        fault = self.fault
         if fault is None or self.rank in fault.ranks or fault != replace(Fault.failed(0, error), ranks=fault.ranks):
             return None
         return self._brief(fault)
 
     def _reporter(self, fault: Fault) -> int:
         """Return the rank that prints a failure: the one that failed if it can, else the first of the others."""
-        there = [rank for rank, state in enumerate(self._states) if rank not in fault.ranks and not state.left]
+        there = [rank for rank in range(self.ranks) if rank not in fault.ranks and rank not in self.left]
         return fault.ranks[0] if fault.reported or not there else there[0]
 
     def _brief(self, fault: Fault) -> str:
@@ -190,29 +217,9 @@ class Watchdog:
         return f"{self.place(self.rank)} ends: {short.sentence(self.place)}"
 
     @property
-    def fault(self) -> Fault | None:
-        """The failure that ends the job, once one is known."""
-        return self._fault if self._known.is_set() else None
-
-    def has_left(self, rank: int | None) -> bool:
-        """Return whether the program of a rank has come to its end."""
-        return rank is not None and self._states[rank].left
-
-    @property
     def is_reporter(self) -> bool:
         """True on the rank that prints the failure which ends the job."""
-        fault = self.fault
-        return fault is None or self._reporter(fault) == self.rank
-
-    def acknowledge(self) -> None:
-        """Note that the main thread is about to raise the failure that is known, so that the process is not ended."""
-        self._acknowledged.set()
-
-    def set_timing(self, timing: WatchdogTiming) -> None:
-        """Beat at another pace from now on."""
-        self.timing = timing
-        if self._long_waits is not None:
-            self._long_waits.timing = timing
+        return self.fault is None or self._reporter(self.fault) == self.rank
 
     def explain(self, peer: int | None, waited_s: float | None) -> Fault:
         """Return why a transfer failed: the first failure of the job. Takes up to twice :data:`PATIENCE_S`.
@@ -221,30 +228,37 @@ class Watchdog:
             peer: of the transfer; None when all ranks take part.
             waited_s: the timeout that has passed; None when the connection broke.
         """
-        self._acknowledged.set()
+        self._go_on("raise")
         if waited_s is not None:
-            self._report(self._blame(peer, waited_s))
-        elif self.has_left(peer) or not self._known.wait(PATIENCE_S):
+            self._report(self._blame(peer, waited_s, self.ask_states()))
+        elif peer in self.left or not self._hears_of_failure(PATIENCE_S):
             rank, by = (self.rank, None) if peer is None else (peer, self.rank)
-            self._report(Fault.left(rank) if self.has_left(peer) else Fault.hung_up(rank, by))
-        assert self._fault is not None
-        return self._fault
+            self._report(Fault.left(rank) if peer in self.left else Fault.hung_up(rank, by))
+        assert self.fault is not None
+        return self.fault
 
     def failed(self, error: BaseException) -> None:
         """Send all ranks an error of this one, with its host; one that may come of another's end only if none did."""
-        self._acknowledged.set()
+        self._go_on("raise")
         if isinstance(error, RunError) and (error.rank, error.peer) == (self.rank, None) and len(set(self.hosts)) > 1:
             error.host = self.hosts[self.rank]
         follows = may_follow(str(error)) or getattr(error, "peer", None) is not None
-        if not self._leaving and not self._known.wait(PATIENCE_S if follows else 0):
+        if self._phase is not Phase.LEAVING and not self._hears_of_failure(PATIENCE_S if follows else 0):
             self._report(Fault.failed(self.rank, error))
+
+    def ask_states(self) -> Sequence[RankState]:
+        """Ask all ranks what they wait for, or do. Takes up to :data:`PATIENCE_S`."""
+        with self._changed:
+            latest = self._states
+            self._connection.send({"ask": True})
+            self._changed.wait_for(lambda: self._states is not latest or self._phase is Phase.CLOSED, PATIENCE_S)
+            return self._states
 
     def ask_stop(self, why: str, what: str = "") -> None:
         """Ask all ranks to stop and save; from a signal handler, too: no locks."""
         self.stops.setdefault(what, why)
         self._asked.append({what: why})
-        with suppress(OSError):
-            self._wake.send(b".")
+        self._wake_thread()
 
     def give_up(self, batch: tuple[int, int]) -> bool:
         """Keep all ranks from stepping in a batch; return False if one has stepped."""
@@ -275,11 +289,10 @@ class Watchdog:
 
     def give(self, message: Mapping[str, Any]) -> None:
         """Send a message for rank 0's relay."""
-        self._in_parts |= len(message.get("of", self.hosts)) < self.ranks
+        self._in_parts |= len(message.get("of") or self.hosts) < self.ranks
         self._connection.send(message)
         if self._connection.has_unsent:
-            with suppress(OSError):
-                self._wake.send(b".")  # the thread sends the rest
+            self._wake_thread()  # which sends the rest
 
     def take(self, name: str, doing: str, timeout_s: float | None) -> list[Any]:
         """Wait for the values of all ranks in an exchange.
@@ -306,8 +319,8 @@ class Watchdog:
                 return values
             fault = Fault.left(message.get("without", 0))
             if in_main:
-                self._acknowledged.set()
-                if not self._known.is_set():
+                self._go_on("raise")
+                if self.fault is None:
                     self._report(fault)
             raise self.error(self.fault or fault, f"{me} was {doing}")
         finally:
@@ -316,10 +329,14 @@ class Watchdog:
 
     def _wait(self, name: str, in_main: bool, timeout_s: float | None) -> Mapping[str, Any] | None:
         """Wait for what arrives of an exchange; empty when nothing can any more, None when the time is over."""
-        with self._arrival:
-            came = self._arrival.wait_for(lambda: name in self._arrived or self._over
-                                          or (in_main and self._known.is_set()), timeout_s)
+        with self._changed:
+            came = self._changed.wait_for(lambda: name in self._arrived or self._nothing_arrives
+                                          or (in_main and self.fault is not None), timeout_s)
             return self._arrived.pop(name, {}) if came else None
+
+    @property
+    def _nothing_arrives(self) -> bool:
+        return self._phase is Phase.CLOSED or (self.fault is not None and self._connection.closed)
 
     def leave(self) -> None:
         """Tell rank 0 that this program comes to its end, so that it is not taken for dead.
@@ -328,28 +345,46 @@ class Watchdog:
         relays them, is done with its own: it ends after the others then, or when they have not ended for long.
         """
         patience = monotonic() + self.timing.grace_s
-        while (self.rank == 0 and self._in_parts and not self._known.is_set() and monotonic() < patience
-               and not all(state.left for state in self._states[1:])):
+        while (self.rank == 0 and self._in_parts and self.fault is None and monotonic() < patience
+               and len(self.left | {0}) < self.ranks):
             sleep(min(0.01, self.timing.beat_s))
-        if not self._known.is_set():
+        if self.fault is None:
             self._connection.send({"left": True})
         self._leave_by = monotonic() + self.timing.grace_s
-        self._leaving = True  # not before: the thread closes the connection when it sees it
+        self._go_on("leave")  # not before: the thread closes the connection when it sees it
+        self._thread.join(self.timing.grace_s)
+
+    def _go_on(self, event: Literal["failure", "raise", "leave", "close"]) -> None:
+        """Go on to the phase that an event leads to."""
+        with self._changed:
+            self._phase = TRANSITIONS[event].get(self._phase, self._phase)
+            self._changed.notify_all()
+        self._wake_thread()
+
+    def _wake_thread(self) -> None:
         with suppress(OSError):
             self._wake.send(b".")
-        self._thread.join(self.timing.grace_s)
+
+    def _hears_of_failure(self, within_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.fault is not None, within_s)
 
     def _report(self, fault: Fault) -> None:
         """Send rank 0 a failure and receive which one came first; this one, when it does not answer."""
         self._connection.send({"fault": asdict(fault)})
-        if not self._thread.is_alive() or not self._known.wait(PATIENCE_S):
+        if not self._thread.is_alive() or not self._hears_of_failure(PATIENCE_S):
             self._set_fault(fault)
 
-    def _blame(self, peer: int | None, waited_s: float) -> Fault:
+    def _set_fault(self, fault: Fault) -> None:
+        with self._changed:
+            self.fault = self.fault or fault
+            self._go_on("failure")
+
+    def _blame(self, peer: int | None, waited_s: float, states: Sequence[RankState]) -> Fault:
         """Return the fault of the rank at the end of the waits: one that is silent, else one that does not wait."""
-        states = list(self._states)
         purpose = "for" if self.transfer is None else self.transfer.purpose
-        states[self.rank] = RankState(waits=Wait(peer, waited_s, purpose), at=self.activity.describe())
+        own = RankState(waits=Wait(peer, waited_s, purpose), at=self.activity.describe())
+        states = [*states[:self.rank], own, *states[self.rank + 1:]]
         chain = WaitChain.follow(states, self.rank, waited_s / 2, self.timing.beat_s)
         return replace(chain.fault, chain="; ".join(chain.sentences(self.place)))
 
@@ -357,12 +392,18 @@ class Watchdog:
 
     def _run(self) -> None:
         last = beat_at = heard_at = monotonic()
-        transfer, since = self.transfer, last
-        end_at: float | None = None  # of the process, once a failure is known, if the main thread does not raise
+        acts_on_failure = True
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(self._connection, selectors.EVENT_READ)
-            while not self._may_leave() and not (self._known.is_set() and self._connection.closed):
+            while True:
+                if self.fault is not None and acts_on_failure:
+                    acts_on_failure = False
+                    self._connection.send({"heard": True})
+                    self.break_off()
+                    self._raise_by = monotonic() + self.timing.grace_s
+                if self._is_over():
+                    break
                 sends = selectors.EVENT_WRITE if self._connection.has_unsent else 0
                 selector.modify(self._connection, selectors.EVENT_READ | sends)
                 for key, events in selector.select(max(0.0, beat_at - monotonic())):
@@ -376,117 +417,109 @@ class Watchdog:
                 while self._asked:
                     self._connection.send({"stop": self._asked.popleft()})
                 now = monotonic()
-                if self._known.is_set():  # what is left is to end the process, and exchanges of other threads
-                    if end_at is None:
-                        self._connection.send({"heard": True})
-                        self.break_off()
-                        end_at = now + self.timing.grace_s
-                    elif now > end_at and not self._acknowledged.is_set():
-                        break
-                    beat_at = now + self.timing.beat_s
-                    continue
                 if now - last > 2 * self.timing.beat_s:  # it was this process that paused: rank 0 was not silent
                     heard_at += now - last
                 last = now
-                if self._states[0].left or self._may_leave():
-                    break  # here, or: the program of rank 0 has ended, and the failure detector with it
-                if self._connection.closed:
-                    self._set_fault(Fault.ended(0))
-                elif now - heard_at > self.timing.silent_s:
-                    fault = Fault.silent(now - heard_at, 0)
-                    self._connection.send({"fault": asdict(fault)})  # it may only sleep
-                    self._set_fault(fault)
-                elif now >= beat_at:
+                if self.fault is None and self._phase is not Phase.LEAVING and 0 not in self.left:
+                    self._find_failure_of_rank_0(now - heard_at)
+                if now >= beat_at:
                     beat_at = now + self.timing.beat_s
-                    if self.transfer is not transfer:
-                        transfer, since = self.transfer, now
-                    self._connection.send(self._heartbeat(transfer, now - since), again=True)
-                    self._update_long_waits(now - heard_at)
-                    self._check_limit(transfer, now - since)
-                if self._known.is_set():
-                    beat_at = now
+                    if self.fault is None:
+                        self._beat()
         for end in (self._connection, self._wake, self._woken):
             end.close()
-        with self._arrival:
-            self._over = True
-            self._arrival.notify_all()
-        if self._known.is_set() and not self._leaving:
-            if end_at is None:
-                self.break_off()
-                end_at = monotonic() + self.timing.grace_s
-            self._end_main_thread(end_at)
-        elif self._leaving and not self._known.is_set() and self._long_waits is not None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._phase is not Phase.FAILED, max(0.0, self._raise_by - monotonic()))
+            phase = self._phase
+            self._go_on("close")
+        if phase is Phase.FAILED and self.fault is not None:
+            meanwhile = str(self.transfer or self.activity.describe()[0] or "at work")
+            self._end(self.error(self.fault, f"{self.place(self.rank)} was {meanwhile}"))
+        elif phase is Phase.LEAVING and self.fault is None:
             self._long_waits.end()
 
-    def _may_leave(self) -> bool:
-        """Return whether this program is at its end, and rank 0 has received all that it sent and hung up."""
-        if self._leaving and not self._connection.has_unsent:
-            self._connection.end()
-        return self._leaving and (self._connection.closed or monotonic() > self._leave_by)
+    def _is_over(self) -> bool:
+        """Return whether this thread has nothing left to do for the phase that the rank is in."""
+        if self._phase is Phase.LEAVING:
+            if not self._connection.has_unsent:
+                self._connection.end()
+            return self._connection.closed or 0 in self.left or monotonic() > self._leave_by
+        if self.fault is None:
+            return 0 in self.left  # and the failure detector has ended with it
+        return self._connection.closed or (self._phase is Phase.FAILED and monotonic() > self._raise_by)
 
-    def _heartbeat(self, transfer: Transfer | None, waited_s: float) -> dict[str, object]:
+    def _find_failure_of_rank_0(self, silent_s: float) -> None:
+        if self._connection.closed:
+            self._set_fault(Fault.ended(0))
+        elif silent_s > self.timing.silent_s:
+            fault = Fault.silent(silent_s, 0)
+            self._connection.send({"fault": asdict(fault)})  # it may only sleep
+            self._set_fault(fault)
+
+    def _beat(self) -> None:
+        """Send a heartbeat; ask for the states of all while this rank has waited for long, and once when it goes on.
+
+        Give up a transfer from which the main thread does not come back: rank 0 tells why, or does not answer.
+        """
+        self._connection.send_encoded(BEAT)
+        transfer, waited_s = self._waited()
+        limit_s = inf if transfer is None or transfer.limit_s is None else transfer.limit_s
+        asked, self._asks = self._asks, waited_s > min(self.timing.long_s, limit_s)
+        if asked or self._asks:
+            self._connection.send({"ask": True})
+        if (late_s := waited_s - limit_s - self.timing.grace_s) > 0 and transfer is not None:
+            fault = self._blame(transfer.peer, waited_s, self._states)
+            self._connection.send({"fault": asdict(fault)})
+            if late_s > 2 * self.timing.beat_s:
+                self._set_fault(fault)
+
+    def _waited(self) -> tuple[Transfer | None, float]:
+        """Return the transfer that the main thread is in, and for how long as far as this thread has seen."""
+        if self.transfer is not self._seen[0]:
+            self._seen = self.transfer, monotonic()
+        transfer, since = self._seen
+        return transfer, 0.0 if transfer is None else monotonic() - since
+
+    def _own_state(self) -> list[object]:
         """Return what the others learn of this rank: of what is new no more than whom it waits for."""
         new_s = 2 * self.timing.beat_s
+        transfer, waited_s = self._waited()
         what, seconds = self.activity.describe()
         waits = None if transfer is None else \
             [transfer.peer, waited_s, *([transfer.purpose] if waited_s > new_s else [])]
-        return {"waits": waits, "at": [what, seconds] if seconds > new_s else None}
-
-    def _update_long_waits(self, silent_s: float) -> None:
-        """Report long waits, once there is one. When nothing is heard of the failure detector, rank 0 is silent."""
-        if self._long_waits is None:
-            if all(state.waited_s <= self.timing.long_s for state in self._states):
-                return
-            self._long_waits = LongWaits(self.rank, self.timing, self.place, lambda text: self.note(text))
-        first = self._states[0]
-        self._long_waits.update([replace(first, silent_s=max(first.silent_s, silent_s)), *self._states[1:]])
-
-    def _check_limit(self, transfer: Transfer | None, waited_s: float) -> None:
-        """Give up a transfer from which the main thread does not come back, once rank 0 has told why, or a beat
-        later."""
-        if self._given_up is not None:
-            self._set_fault(self._given_up)
-        elif transfer is not None and transfer.limit_s is not None \
-                and waited_s > transfer.limit_s + self.timing.grace_s:
-            self._given_up = self._blame(transfer.peer, waited_s)
-            self._connection.send({"fault": asdict(self._given_up)})
+        return [waits, [what, seconds] if seconds > new_s else None]
 
     def _receive(self) -> bool:
-        messages = self._connection.receive()
-        for message in messages:
-            if "ranks" in message:
-                self._states = [RankState.from_message(*state) for state in message["ranks"]]
-            if "given" in message:
-                with self._arrival:
-                    self._arrived[message["given"]] = message
-                    self._arrival.notify_all()
-            if "give up" in message:
-                pipeline, number = message["give up"]
-                self.abandoned.add((pipeline, number))
-                latest, stepped = self._stepping.get(pipeline, (-1, False))
-                vote = ["giving up a batch", None, latest > number or (latest == number and stepped)]
-                self.give({"give": message["name"], "value": vote, "of": list(range(self.ranks)),
-                           "hears": self.rank == message["by"]})
-            if "fault" in message:
-                self._set_fault(Fault.from_message(message["fault"]))
-            if "stop" in message:
-                for what, why in message["stop"].items():
-                    self.stops.setdefault(what, why)
-        return bool(messages)
+        with self._changed:
+            messages = self._connection.receive()
+            for message in filter(None, messages):  # an empty one is a heartbeat
+                self._handle(message)
+            self._changed.notify_all()
+            return bool(messages)
 
-    def _set_fault(self, fault: Fault) -> None:
-        if self._fault is None:
-            self._fault = fault
-        self._known.set()
-        with self._arrival:
-            self._arrival.notify_all()
-
-    def _end_main_thread(self, end_at: float) -> None:
-        """End the process, if the main thread does not raise until then."""
-        assert self._fault is not None
-        if not self._acknowledged.wait(max(0.0, end_at - monotonic())) and not self._leaving:
-            meanwhile = str(self.transfer or self.activity.describe()[0] or "at work")
-            self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        if "given" in message:
+            self._arrived[message["given"]] = message
+        if "left" in message:
+            self.left.update(message["left"])
+        if "ask" in message:
+            self._connection.send({"state": self._own_state()})
+        if "states" in message:
+            self._states = [RankState.from_message(*state) for state in message["states"]]
+            if self.fault is None:
+                self._long_waits.timing = self.timing
+                self._long_waits.update(self._states)
+        if "give up" in message:
+            pipeline, number = message["give up"]
+            self.abandoned.add((pipeline, number))
+            latest, stepped = self._stepping.get(pipeline, (-1, False))
+            vote = ["giving up a batch", None, latest > number or (latest == number and stepped)]
+            self.give({"give": message["name"], "value": vote, "of": None, "hears": self.rank == message["by"]})
+        if "fault" in message:
+            self._set_fault(Fault.from_message(message["fault"]))
+        if "stop" in message:
+            for what, why in message["stop"].items():
+                self.stops.setdefault(what, why)
 
 
 # -- this process --------------------------------------------------------------------------------------------------
@@ -499,27 +532,22 @@ class ProcessWatch:
         activity: of the main thread; ranks that wait for long report it.
         watchdog: of this process; None as long as it has met no other ranks.
         report: shows why this process is ended in the middle of its work, by default on stderr.
+        note: shows long waits on rank 0, called from another thread; by default on stderr.
     """
 
     def __init__(self) -> None:
         self.activity = Activity()
         self.watchdog: Watchdog | None = None
         self.report: Callable[[RunError], None] = _print
-        self._note: Callable[[str], None] = _print
+        self.note: Callable[[str], None] = _print
         self._stops: dict[str, str] = {}  # asked here
 
     def begin(self, watchdog: Watchdog) -> None:
         """Take the watchdog of a job that this process has joined."""
         self.watchdog = watchdog
-        watchdog.activity, watchdog.note = self.activity, self._note
+        watchdog.activity, watchdog.note = self.activity, lambda text: self.note(text)
         for what, why in self._stops.items():
             watchdog.ask_stop(why, what)  # asked while this process was joining the others
-
-    def note_to(self, note: Callable[[str], None]) -> None:
-        """Have a function show long waits on rank 0, called from another thread; by default stderr."""
-        self._note = note
-        if self.watchdog is not None:
-            self.watchdog.note = note
 
     def failed(self, error: BaseException) -> None:
         """Send all ranks an error of this one, if there are others."""
@@ -530,7 +558,7 @@ class ProcessWatch:
         """Return the error to raise where a collective has waited too long, with what ranks do that wait for none."""
         if (dog := self.watchdog) is None or not isinstance(error, RuntimeError) or "imed out" not in str(error):
             return None
-        busy = [sentence(rank, state, dog.place) for rank, state in enumerate(dog._states)
+        busy = [sentence(rank, state, dog.place) for rank, state in enumerate(dog.ask_states())
                 if rank != dog.rank and state.waits is None]
         me, doing = dog.place(dog.rank), self.activity.describe()[0] or dog.call
         return RunError("; ".join([f"{me} has waited too long for other ranks in a collective, {doing}", *busy[:LONG]]),

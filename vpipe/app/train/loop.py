@@ -181,7 +181,7 @@ class _TrainingRun:
                                            if (observer := kind.of_run(run)) is not None]
         self._saving = enter(Checkpointing(run))
         enter(graceful_stop())
-        watch.note_to(self._progress.show)
+        watch.note = self._progress.show
         file = CsvFile.read(config.parallel.schedule) if CsvFile.is_path(config.parallel.schedule) else None
         if pipe.rank == 0 and file is not None and file.note is not None:
             note(file.note)
