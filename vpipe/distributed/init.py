@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -55,18 +55,8 @@ STARTING = WatchdogTiming(beat_s=0.25, silent_s=60.0, grace_s=5.0, long_s=30.0, 
 """Timing until all ranks begin to train. Preparing a large text takes minutes, in which a rank beats."""
 
 
-@dataclass
-class _Joined:
-    """The process group of this process, once its ranks watch one another."""
-
-    group: dist.ProcessGroup | None
-    rendezvous: Rendezvous
-    devices: DeviceMap
-
-
-_joined: _Joined | None = None
-_met: Rendezvous | None = None
-"""That of ranks without a process group, until they make one."""
+_latest: Rendezvous | None = None
+"""Of this process, while its ranks make a process group and have one."""
 _groups_made, _groups_watched = count(), count()
 
 
@@ -111,13 +101,16 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
 
 @named_if_none_left()
 def _meet(timing: WatchdogTiming) -> Rendezvous:
-    global _met
+    """Meet the ranks that the environment names, unless that is done and they have no process group yet."""
+    global _latest
+    if _latest is not None and _latest.group is None:
+        return _latest
     excepthook.install()
     rank, ranks = _number("RANK"), _number("WORLD_SIZE")
     address, port = read_text(os.environ, "MASTER_ADDR", "the environment"), _number("MASTER_PORT")
     reserve_for_joining(rank, ranks)
-    if _joined is not None:  # the program has destroyed that group
-        _joined.rendezvous.leave()
+    if _latest is not None:  # the program has destroyed that group
+        _latest.leave()
     try:
         if ranks_have_secret():
             met = Rendezvous.by_secret(rank, ranks, timing, address, port)
@@ -133,7 +126,7 @@ def _meet(timing: WatchdogTiming) -> Rendezvous:
                        f"{timing.join_s:g} s", hint="rank 0 ended or is slow to start: see its output; or another "
                        "address, an interface or a firewall is in the way" + (
                            f"; {alone}" if (alone := alone_hint(os.environ)) else ""), rank=rank, peer=0) from error
-    _met = met
+    _latest = met
     return met
 
 
@@ -154,7 +147,7 @@ def exchange(channel: str = "", timeout_s: float | None = None, among: Sequence[
     elif is_alone():
         watchdog = None
     else:
-        watchdog = (_met or _meet(STARTING)).watchdog
+        watchdog = _meet(STARTING).watchdog
     return Exchange(watchdog, channel, timeout_s, among)
 
 
@@ -171,14 +164,14 @@ def is_alone() -> bool:
 
 
 def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> DeviceMap:
-    global _joined, _met
+    global _latest
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         Host.check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
     timing = WatchdogTiming.from_timeout(timeout_s)
     with _told_if_others_are_late():
-        rendezvous = _met or _meet(timing)
+        rendezvous = _meet(timing)
         devices = _exchange_devices(rendezvous, own)
-    _met = None
+    _latest = None  # until these ranks have a group
     rendezvous.set_timing(timing)
     try:
         carrier, reason = choose_backend(backend, devices.devices)
@@ -202,7 +195,7 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     # The failure detector in rank 0 may have got connections of its own meanwhile, and the store.
     made = dict(connections(but=(*rendezvous.ports, _number("MASTER_PORT"))).items() - before.items())
     watchdog.break_off = partial(break_off, made)
-    _joined = _Joined(dist.group.WORLD, rendezvous, devices)
+    _latest, rendezvous.group, rendezvous.devices = rendezvous, dist.group.WORLD, devices
     atexit.register(_destroy, dist.group.WORLD, os.getpid())
     rendezvous.leave_first()  # the group is destroyed last
     return devices
@@ -225,22 +218,22 @@ def _told_if_others_are_late() -> Iterator[None]:
 
 def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> DeviceMap:
     """Use the process group that exists, and start the watchdog unless this group has one."""
-    global _joined
+    global _latest
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
         return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     excepthook.install()
-    if _joined is None or _joined.group is not dist.group.WORLD:
-        if _joined is not None:  # the program has destroyed that group, and made another
-            _joined.rendezvous.leave()
+    if _latest is None or _latest.group is not dist.group.WORLD:
+        if _latest is not None and _latest.group is not None:  # the program has destroyed it, and made another
+            _latest.leave()
         reserve_for_joining(rank, ranks)
         store: Store = PrefixStore(f"vpipe {next(_groups_watched)}", default_store())
         hosts = hosts_of_group(store, rank, ranks, _host(), timeout_s)
-        rendezvous = Rendezvous.in_store(rank, ranks, WatchdogTiming.from_timeout(timeout_s), store, None, hosts)
-        _joined = _Joined(dist.group.WORLD, rendezvous, _exchange_devices(rendezvous, own))
-    elif own != _joined.devices.own:
-        _joined = replace(_joined, devices=_exchange_devices(_joined.rendezvous, own))
-    devices = _joined.devices
+        _latest = Rendezvous.in_store(rank, ranks, WatchdogTiming.from_timeout(timeout_s), store, None, hosts)
+        _latest.devices, _latest.group = _exchange_devices(_latest, own), dist.group.WORLD
+    elif own != _latest.devices.own:
+        _latest.devices = _exchange_devices(_latest, own)
+    devices = _latest.devices
     return replace(devices, backend=check_backend(backend, dist.get_backend_config(), devices.devices))
 
 

@@ -15,6 +15,7 @@ from itertools import count
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # are public
 
 from vpipe.distributed.connection import Connection, HungUpError, connect, introduce
+from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.distributed.failure_detector import FailureDetector, WatchdogTiming
 from vpipe.distributed.network import Host
@@ -112,6 +113,7 @@ class Rendezvous:
 
     Attributes:
         exchange: with all ranks, for the main thread.
+        group, devices: the process group of these ranks, and what they compute on, once they have them.
         ports: at which the failure detector and the store are, 0 where they have none.
     """
 
@@ -120,6 +122,8 @@ class Rendezvous:
                  store: Store | None = None) -> None:
         self.rank, self.ranks, self._store, self._detector = rank, ranks, store, detector
         self.ports = [port]
+        self.group: object = None
+        self.devices: DeviceMap
         self.watchdog = Watchdog(rank, [""] * ranks if hosts is None else hosts, connection, timing, watch.end_process)
         self.exchange = Exchange(self.watchdog)
         watch.begin(self.watchdog)
