@@ -158,7 +158,7 @@ def test_weight_gradients_wait(sharded: Wrap) -> None:
     outputs, record = stage.forward([], field, (0, 0), stage.pin({}), split=True)
     stage.prepare_backward(record.pins)
     stage.backward_input(record, {"h": torch.ones_like(outputs[0])})
-    assert [len(half) for half in record.weight_grads] == [6], "of two matrices in each of three blocks"
+    assert [len(half._later) for half in record.weight_grads] == [6], "of two matrices in each of three blocks"
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -103,17 +103,13 @@ class ActivationCounter(SavingHooks):
         there = {storage: size for storage, size in there.items() if storage not in elsewhere}
         self._fields |= {storage_of(field): min(field.nbytes, bytes_of([field])) for field in fields}
         there |= {storage: size for storage, size in self._fields.items() if fields or storage in there}
-        for module in modules:
-            for shared in (*module.parameters(), *module.buffers()):
-                if shared.layout is torch.strided:
-                    there.pop(storage_of(shared), None)
-        return sum(there.values())
+        own = sizes_of(t for module in modules for t in (*module.parameters(), *module.buffers()))
+        return sum(size for storage, size in there.items() if storage not in own)
 
 
 def only_ours() -> bool:
     """Return whether the hooks for saved tensors in force, if any, are vpipe's."""
-    hooks = hooks_for_saved(True)
-    return hooks is None or isinstance(hooks[0], SavingHooks)
+    return hooks_for_saved(True) is None or saving_hooks() is not None
 
 
 def saving_hooks() -> SavingHooks | None:

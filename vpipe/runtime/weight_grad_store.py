@@ -68,10 +68,6 @@ class WeightGradStore:
         self._now: list[tuple[nn.Parameter, Tensor]] = []
         self._casts: dict[int, tuple[Tensor, CastParameter]] = {}  # until the input half is done
 
-    def __len__(self) -> int:
-        """Return how many operations wait."""
-        return len(self._later)
-
     def waiting(self) -> Iterator[Tensor]:
         """Yield the known tensors that the store holds; an operation may hold a graph of its own."""
         for deferred in self._later:
