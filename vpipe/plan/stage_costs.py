@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 from vpipe.description.cut import kept_inputs
 from vpipe.description.recompute import ranges
-from vpipe.plan.profile import LinkProfile, Profile
+from vpipe.plan.profile import LayerProfile, LinkProfile, Profile
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.size import Placement
 
@@ -32,7 +33,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         width: replicas, which share the step where the profile says so.
         moved: bytes that its rank holds besides, see :class:`KeptBytes`.
     """
-    own, activations = [profile.layers[number] for number in layers], profile.activations
+    own, activations, sizes = [profile.layers[n] for n in layers], profile.activations, StageBytes.of(profile, layers)
     here = sorted(set(recomputed).intersection(layers))
     kept, full = activations.held_bytes(layers, here)
     input_s = sum(layer.input_half.median for layer in own)
@@ -41,9 +42,8 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         backward_s = sum(layer.backward.median for layer in own)
         share = input_s / (input_s + weight_s) if input_s + weight_s else 0.5
         input_s, weight_s = share * backward_s, (1 - share) * backward_s
-    weights = sum(layer.parameter_bytes for layer in own)
     if per_update and profile.accumulate_bytes_per_s:
-        weight_s = max(0.0, weight_s - weights / profile.accumulate_bytes_per_s / per_update)
+        weight_s = max(0.0, weight_s - sizes.trained / profile.accumulate_bytes_per_s / per_update)
     last = layers.stop == len(profile.layers)
     dispatch_s = profile.dispatch_s * (1 + (layers.start > 0) + (not last))
     if layers.stop <= profile.frozen_layers:  # it has forwards alone
@@ -54,12 +54,11 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         weight_s=weight_s + (profile.dispatch_s if split else 0.0),
         recompute_s=sum(profile.layers[number].recompute.median for number in here) + bool(here) * profile.dispatch_s,
         step_s=sum(layer.step.median for layer in own) / (width if profile.zero1 else 1) + profile.dispatch_s
-        + float(versions_s(profile, weights, versions)),
-        activation_bytes=full + moved, kept_bytes=kept + moved,
-        weight_half_bytes=sum(layer.weight_half_bytes for layer in own),
-        version_bytes=weights + _tied_bytes(profile, layers),
-        output_bytes=activations.output_bytes(layers.stop), gradient_bytes=activations.gradient_bytes(layers.start),
-        tied_bytes=_tied_bytes(profile, layers, lent=True), reduce_bytes=weights)
+        + float(versions_s(profile, sizes.trained, versions)),
+        activation_bytes=full + moved, kept_bytes=kept + moved, weight_half_bytes=sizes.halves,
+        version_bytes=sizes.version, output_bytes=activations.output_bytes(layers.stop),
+        gradient_bytes=activations.gradient_bytes(layers.start), tied_bytes=_lent_bytes(profile, layers),
+        reduce_bytes=sizes.trained)
 
 
 SUM_BYTES = 4 << 20
@@ -135,16 +134,12 @@ def _link(link: LinkProfile) -> Link:
     return Link(link.latency_s, link.bytes_per_s)
 
 
-def _tied_bytes(profile: Profile, layers: range, lent: bool = False, frozen: bool = False) -> int:
-    """Return the bytes of one version of the tied weights that a stage borrows, or of those that others borrow.
-
-    Args:
-        frozen: of those that are not trained; else of those that are.
-    """
+def _lent_bytes(profile: Profile, layers: range) -> int:
+    """Return the bytes of one version of the tied weights of a stage that others borrow."""
     sizes: dict[int, int] = {}
     for number, layer in enumerate(profile.layers):
-        for owner, size in (layer.frozen_tied if frozen else layer.tied).items():
-            if (number in layers, owner in layers) == (not lent, lent):
+        for owner, size in layer.tied.items():
+            if number not in layers and owner in layers:
                 sizes[owner] = max(size, sizes.get(owner, 0))
     return sum(sizes.values())
 
@@ -178,6 +173,57 @@ def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
     return StageMemory(**held | {"working": max(stage.working for stage in stages)})
 
 
+@dataclass(frozen=True)
+class StageBytes:
+    """The bytes of consecutive layers as a stage, whatever its schedule, its replicas and what it recomputes."""
+
+    trained: int = 0  # of the layers' own parameters
+    frozen: int = 0  # of what is never trained
+    optimizer: int = 0
+    halves: int = 0  # of a microbatch between the halves of its backward
+    working: int = 0  # the most that one backward needs
+    largest: int = 0  # of a trained parameter
+    largest_state: int = 0  # that the optimizer keeps for one
+    borrowed: Mapping[int, int] = field(default_factory=dict)  # tied weights of earlier stages, by owning layer
+    borrowed_frozen: Mapping[int, int] = field(default_factory=dict)  # those that are not trained
+
+    @classmethod
+    def of(cls, profile: Profile, layers: range) -> StageBytes:
+        """Return those of a stage of some layers."""
+        return reduce(lambda own, number: own.with_layer(profile.layers[number], layers.start), layers, cls())
+
+    def with_layer(self, layer: LayerProfile, first: int) -> StageBytes:
+        """Return those of the stage with one more layer; it begins with layer ``first``."""
+        borrowed, borrowed_frozen = (
+            {**known, **{owner: max(size, known.get(owner, 0)) for owner, size in tied.items() if owner < first}}
+            for known, tied in ((self.borrowed, layer.tied), (self.borrowed_frozen, layer.frozen_tied)))
+        return StageBytes(
+            self.trained + layer.parameter_bytes, self.frozen + layer.frozen_bytes,
+            self.optimizer + layer.optimizer_bytes, self.halves + layer.weight_half_bytes,
+            max(self.working, layer.working_bytes), max(self.largest, layer.largest_bytes),
+            max(self.largest_state, layer.largest_state_bytes), borrowed, borrowed_frozen)
+
+    @property
+    def version(self) -> int:
+        """Those of one version of the weights."""
+        return self.trained + sum(self.borrowed.values())
+
+    def memory(self, profile: Profile, versions: int, width: int = 1, lanes: int = 1,
+               activations: int = 0) -> StageMemory:
+        """Return what a replica holds with these activations; arguments as for :func:`stage_memory`."""
+        stepped = profile.owned_bytes(self.trained, self.largest, width)
+        changes = profile.extrapolated_bytes(stepped, versions)
+        state = profile.averaged_bytes(stepped) + profile.owned_bytes(self.optimizer, self.largest_state, width)
+        held = self.version + self.frozen + sum(self.borrowed_frozen.values())
+        summed = min(self.trained, max(SUM_BYTES, self.largest)) if lanes > 1 else 0
+        # In a step gradients of rounded weights become as wide as the master weights, twice as wide; and where it is
+        # extrapolated, there is another copy of these, as they were before it.
+        return StageMemory(
+            weights=held if lanes == 1 else held + -(-held // lanes), stashed=(versions - 1) * self.version,
+            gradients=self.version, optimizer=-(-state // lanes) + changes, activations=activations,
+            working=max(stepped + changes if profile.identity.pure else 0, summed, self.working))
+
+
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
                  weight_halves: int = 0, remade: int = 1, width: int = 1, lanes: int = 1,
                  moved: int = 0) -> StageMemory:
@@ -199,29 +245,7 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
             of a parameter, a rank has up to a row of it more.
         moved: bytes that its rank holds besides for every microbatch in flight, see :class:`KeptBytes`.
     """
-    own = [profile.layers[number] for number in layers]
-    trained = sum(layer.parameter_bytes for layer in own)
-    weights = trained + _tied_bytes(profile, layers)
-    kept, full = profile.activations.held_bytes(layers, recomputed)
+    own, (kept, full) = StageBytes.of(profile, layers), profile.activations.held_bytes(layers, recomputed)
     remade = min(remade, in_flight)
-    largest = max(layer.largest_bytes for layer in own)
-    stepped = profile.owned_bytes(trained, largest, width)
-    state = profile.averaged_bytes(stepped) + profile.owned_bytes(
-        sum(layer.optimizer_bytes for layer in own), max(layer.largest_state_bytes for layer in own), width)
-    held = weights + sum(layer.frozen_bytes for layer in own) + _tied_bytes(profile, layers, frozen=True)
-    summed = min(trained, max(SUM_BYTES, largest)) if lanes > 1 else 0
-    return StageMemory(
-        weights=held if lanes == 1 else held + -(-held // lanes), stashed=(versions - 1) * weights, gradients=weights,
-        optimizer=-(-state // lanes) + profile.extrapolated_bytes(stepped, versions),
-        activations=remade * full + (in_flight - remade) * kept + in_flight * moved
-        + weight_halves * sum(layer.weight_half_bytes for layer in own),
-        working=max(step_working(profile, stepped, versions), summed, *(layer.working_bytes for layer in own)))
-
-
-def step_working(profile: Profile, weights: int, versions: int = 1) -> int:
-    """Return the bytes that a step of so many bytes of weights needs for a while, beside their gradients.
-
-    Gradients of rounded weights then become as wide as the master weights, twice as wide; and where a step is
-    extrapolated, there is another copy of these, as they were before it.
-    """
-    return weights + profile.extrapolated_bytes(weights, versions) if profile.identity.pure else 0
+    return own.memory(profile, versions, width, lanes, remade * full + (in_flight - remade) * kept + in_flight * moved
+                      + weight_halves * own.halves)

@@ -15,7 +15,7 @@ import numpy as np
 
 from vpipe.plan.profile import START, LayerTensors, PrefixState, Profile, add_layer
 from vpipe.plan.solver.partition_search import Floats, Integers, running_sum
-from vpipe.plan.stage_costs import step_working
+from vpipe.plan.stage_costs import StageBytes
 
 MOST_SETS = 64
 """Sets kept per state; of more, some are left out, evenly by their seconds."""
@@ -111,15 +111,8 @@ class _Node:
     first: int
     layers: int
     parent: int
-    weights: int = 0
-    frozen: int = 0
-    optimizer: int = 0
-    working: int = 0
-    largest: tuple[int, int] = (0, 0)  # bytes of a parameter, and of what the optimizer keeps for one
-    halves: int = 0
+    bytes: StageBytes = field(default_factory=StageBytes)
     fields: frozenset[str] = frozenset()
-    borrowed: dict[int, int] = field(default_factory=dict)
-    borrowed_frozen: dict[int, int] = field(default_factory=dict)
     keeping: tuple[PrefixState, int] = (START, 0)  # nothing recomputed: its state, and bytes of a microbatch
     dropping: tuple[PrefixState, int, int] = (START, 0, 0)  # everything: bytes kept, bytes once recomputed
     figures: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -229,10 +222,13 @@ class StageTable:
             return required if self._fits(node, self._required_of(node, demand), demand) else None
         if self._fits(node, frozenset(), demand):
             return frozenset()
-        room = self._limit(demand) - _fixed(self._figures_of(node, demand.width)[:5], demand)
-        seconds, bits = fastest_set(self._sets_of(node), demand.in_flight, room)
+        seconds, bits = self._fastest(node, demand)
         return None if seconds == math.inf else frozenset(
             first + number for number in range(stop - first) if bits >> number & 1)
+
+    def _fastest(self, node: _Node, demand: StageDemand) -> tuple[float, int]:
+        room = self._limit(demand) - _fixed(self._figures_of(node, demand.width)[:5], demand)
+        return fastest_set(self._sets_of(node), demand.in_flight, room)
 
     def required(self, first: int, stop: int, demand: StageDemand) -> frozenset[int] | None:
         """Return the layers that a stage must recompute; None where that is searched."""
@@ -274,8 +270,7 @@ class StageTable:
         least = np.where((1 + others) * keeping <= room, 0.0,
                          np.where(others * dropping + keeping > room, np.inf, np.nan))
         for place in np.flatnonzero(np.isnan(least)).tolist():
-            sets = self._sets_of(self._nodes[numbers[place]])
-            least[place], _ = fastest_set(sets, demand.in_flight, float(room[place]))
+            least[place], _ = self._fastest(self._nodes[numbers[place]], demand)
         return least
 
     def _required_s(self, node: _Node, demand: StageDemand) -> float:
@@ -295,15 +290,11 @@ class StageTable:
 
     def _figures_of(self, node: _Node, width: int) -> tuple[int, ...]:
         if width not in node.figures:
-            profile = self.profile
-            stepped = profile.owned_bytes(node.weights, node.largest[0], width)
-            stepping, correcting = (max(node.working, step_working(profile, stepped, versions)) for versions in (1, 2))
+            one, two = (node.bytes.memory(self.profile, versions, width).peak for versions in (1, 2))
+            version = node.bytes.version
             node.figures[width] = (
-                profile.owned_bytes(node.optimizer, node.largest[1], width) + stepping + node.frozen
-                + sum(node.borrowed_frozen.values()) + profile.averaged_bytes(stepped),
-                node.weights + sum(node.borrowed.values()), node.halves,
-                sum(profile.fields[name] for name in node.fields),
-                profile.extrapolated_bytes(stepped, 2) + correcting - stepping, node.keeping[1], node.dropping[1])
+                one - 2 * version, version, node.bytes.halves, sum(self.profile.fields[name] for name in node.fields),
+                two - one - version, node.keeping[1], node.dropping[1])
         return node.figures[width]
 
     def _sets_of(self, node: _Node) -> SetsByState:
@@ -343,17 +334,10 @@ class StageTable:
     def _node(self, parent: int, start: int, layers: int) -> _Node:
         number, before = start + layers - 1, self._nodes[parent]
         layer, tensors = self.profile.layers[number], self._tensors[number]
-        borrowed, borrowed_frozen = (
-            {**known, **{owner: max(size, known.get(owner, 0)) for owner, size in tied.items() if owner < start}}
-            for known, tied in ((before.borrowed, layer.tied), (before.borrowed_frozen, layer.frozen_tied)))
         keeping, added, _ = add_layer(before.keeping[0], tensors, False)
         dropping, kept, full = add_layer(before.dropping[0], tensors, True)
-        weights, optimizer = before.weights + layer.parameter_bytes, before.optimizer + layer.optimizer_bytes
-        working, halves = max(before.working, layer.working_bytes), before.halves + layer.weight_half_bytes
         fields = before.fields.union(layer.reads).intersection(self.profile.fields)
-        largest = (max(before.largest[0], layer.largest_bytes), max(before.largest[1], layer.largest_state_bytes))
-        return _Node(start, layers, parent, weights, before.frozen + layer.frozen_bytes, optimizer, working, largest,
-                     halves, fields, borrowed, borrowed_frozen,
+        return _Node(start, layers, parent, before.bytes.with_layer(layer, start), fields,
                      (keeping, before.keeping[1] + added),
                      (dropping, before.dropping[1] + kept, before.dropping[2] + full))
 
