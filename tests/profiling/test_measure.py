@@ -28,7 +28,7 @@ from vpipe import Layer, Model, Pipeline, Transfers
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import RunError, UserError
 from vpipe.model.structure import structure
-from vpipe.plan.profile import Profile
+from vpipe.plan.profile import Identity, Profile
 from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds
@@ -219,7 +219,8 @@ def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: py
     monkeypatch.setattr("vpipe.profiling.measurement.RankGroup", world)
     monkeypatch.setattr(RankGroup, "cores", lambda self: 1)
     monkeypatch.setattr("vpipe.accelerator.free_bytes", lambda device: 8 << 30)
-    assert _Measurement(frozen_front(), ADAMW, CPU, 0, Transfers(), 0.0, print)._room_bytes == 1 << 20
+    identity = Identity("", "", 1, 1, "adamw", "", 1, 1, "gloo", "")
+    assert _Measurement(frozen_front(), ADAMW, [identity], CPU, 0, Transfers(), 0.0, print)._room_bytes == 1 << 20
 
 
 def test_a_script_plans_its_own_model_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

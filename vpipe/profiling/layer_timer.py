@@ -84,9 +84,7 @@ class LayerTimer:
         seconds: list[list[float]] = [[] for _ in self._runners]
         for _ in range(1 + times):
             for runner, optimizer, own in zip(self._runners, optimizers, seconds, strict=True):
-                started = self._clock()
-                runner.step(optimizer)
-                own.append(self._clock() - started)
+                _timed(self._clock, own, runner.step, optimizer)
         for samples, (_, *own) in zip(self.samples, seconds, strict=True):  # the first makes the optimizer's state
             samples["step"] += own
 
@@ -96,11 +94,8 @@ class LayerTimer:
         for runner, given, samples in zip(self._runners, self._given, self.samples, strict=True):
             inputs = {name: _alike(made.get(name), tensor) for name, tensor in given.inputs.items()}
             here = LayerInputs(inputs, given.fields, given.gradients)
-            started = self._clock()
-            outputs, record = runner.forward(here, split=mode == "halves")
-            seconds = self._clock() - started
-            if mode != "halves":  # which takes a little longer
-                samples["forward"].append(seconds)
+            seconds = samples["forward"] if mode != "halves" else []  # which takes a little longer
+            outputs, record = _timed(self._clock, seconds, partial(runner.forward, split=mode == "halves"), here)
             if mode == "again":
                 runner.drop(record)
             made.update(outputs)
@@ -110,7 +105,7 @@ class LayerTimer:
     def _backward(self, mode: str) -> None:
         records = self._pending[mode].popleft()
         if mode == "again":
-            self._timed("recompute", records, lambda runner, record, gradients: runner.recompute(record))
+            self._pass("recompute", records, lambda runner, record, gradients: runner.recompute(record))
         coming: dict[str, Tensor] = {}
 
         def backward(runner: LayerRunner, record: Record, gradients: Mapping[str, Tensor]) -> None:
@@ -119,19 +114,18 @@ class LayerTimer:
 
         # Right after a recompute the activations are still in the cache: that backward does not count.
         figure = {"whole": "backward", "halves": "input_half"}.get(mode)
-        self._timed(figure, records, backward, reverse=True)
+        self._pass(figure, records, backward, reverse=True)
         if mode == "halves":
-            self._timed("weight_half", records, lambda runner, record, gradients: runner.stage.backward_weight(record),
-                        reverse=True)
+            self._pass("weight_half", records, lambda runner, record, gradients: runner.stage.backward_weight(record),
+                       reverse=True)
 
-    def _timed(self, figure: str | None, records: Sequence[Record],
-               work: Callable[[LayerRunner, Record, Mapping[str, Tensor]], None], *, reverse: bool = False) -> None:
+    def _pass(self, figure: str | None, records: Sequence[Record],
+              work: Callable[[LayerRunner, Record, Mapping[str, Tensor]], None], *, reverse: bool = False) -> None:
+        """Do some work in one layer after another."""
         order = list(zip(self._runners, self._given, records, self.samples, strict=True))
         for runner, given, record, samples in reversed(order) if reverse else order:
-            started = self._clock()
-            work(runner, record, given.gradients)
-            if figure is not None:
-                samples[figure].append(self._clock() - started)
+            seconds = [] if figure is None else samples[figure]
+            _timed(self._clock, seconds, work, runner, record, given.gradients)
 
 
 def run_rounds(timer: LayerTimer, budget_s: float, group: RankGroup, at_once: int | None,

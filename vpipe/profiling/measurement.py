@@ -136,20 +136,19 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
     Raises:
         UserError, RunError: a layer cannot be run.
     """
-    (precision, tensor), = {(identity.precision, identity.tensor) for identity in identities}
     transfers = Transfers(backend, timeout_s, shared_memory)
-    return list(_Measurement(model, make_optimizer, device, seed, transfers, budget_s, tell,
-                             Precision(precision), tensor).profiles(microbatches, identities))
+    return list(_Measurement(model, make_optimizer, identities, device, seed, transfers, budget_s,
+                             tell).profiles(microbatches))
 
 
 class _Measurement:
 
-    def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device | str, seed: int,
-                 transfers: Transfers, budget_s: float, tell: Tell, precision: Precision = FP32,
-                 tensor: int = 1) -> None:
-        self._group = RankGroup(device, tensor)
+    def __init__(self, model: Model, make_optimizer: MakeOptimizer, identities: Sequence[Identity],
+                 device: torch.device | str, seed: int, transfers: Transfers, budget_s: float, tell: Tell) -> None:
+        (precision, tensor), = {(identity.precision, identity.tensor) for identity in identities}
+        self._group, self._identities, self._precision = RankGroup(device, tensor), identities, Precision(precision)
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, self._group.device, seed
-        self._transfers, self._budget_s, self._tell, self._precision = transfers, budget_s, tell, precision
+        self._transfers, self._budget_s, self._tell = transfers, budget_s, tell
         self._clock = accelerator.clock_of(self._device)
         if tensor > 1 and self._device.type == "cpu":
             self._clock = perf_counter  # the time of the thread would not have what it waits in collectives
@@ -164,11 +163,10 @@ class _Measurement:
         self._runners: dict[int, LayerRunner] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 
-    def profiles(self, microbatches: Sequence[Mapping[str, Tensor]],
-                 identities: Sequence[Identity]) -> Iterator[Profile]:
+    def profiles(self, microbatches: Sequence[Mapping[str, Tensor]]) -> Iterator[Profile]:
         started = perf_counter()
         overhead, shared = self._measured_once()
-        of_first = self._group.all_gather([asdict(identity) for identity in identities])[0]
+        of_first = self._group.all_gather([asdict(identity) for identity in self._identities])[0]
         for microbatch, identity in zip(microbatches, [Identity(**fields) for fields in of_first], strict=True):
             self._tell(f"counting what {len(self._model)} layers keep of "
                        f"{counted(identity.microbatch_size, 'sample')}")

@@ -157,9 +157,7 @@ class Choice:
     def refusal(self) -> str | None:
         """Return why the schedule cannot have these numbers; None when it can, or while replicas are open."""
         try:
-            if self.placement is not None:
-                replica_views(self.registered, self.placement, self.microbatches, self.update_every, self.depths,
-                              self.slices)
+            _ = self.placement and self._views
         except UserError as error:
             return error.problems[0].what
         return None

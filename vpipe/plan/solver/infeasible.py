@@ -12,7 +12,7 @@ from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.solver.candidate_trials import Simulations
 from vpipe.plan.solver.request import PlanRequest
-from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
+from vpipe.plan.solver.search_space import SearchSpace
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.units import rounded_up, size_text
 
@@ -59,7 +59,7 @@ def _smallest(space: SearchSpace) -> Iterator[Plan]:
     choices = list(space.choices())
     found = [one for choice in choices if not choice.chunked and (one := space.of_least_memory(choice)) is not None]
     candidates = [candidate for _, candidate in sorted(found, key=lambda one: one[0])[:1]]
-    if not candidates or _small(space.request):
+    if not candidates or space.request.small:
         candidates += [one for choice in choices if choice.chunked for one in space.chunked_of_least_memory(choice)]
     simulations = Simulations(space)
     return filter(None, (simulations.simulated(candidate, urgent=True) for candidate in candidates))
@@ -69,30 +69,24 @@ def _layers(layers: range) -> str:
     return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
 
 
-def _small(request: PlanRequest) -> bool:
-    """Tell whether the solver can be asked again and again without taking minutes."""
-    return request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
-
-
 def _remedies(request: PlanRequest, plan: Plan, peak: int, limit: int, fits: Fits) -> Iterator[str]:
     """Yield more memory, more ranks, and the optimizer's state shared by replicas, where a plan then fits."""
     assert plan.schedule is not None
     assert plan.microbatches is not None
     profile = request.profiles[plan.microbatches]
     alike = replace(request, schedules=(plan.schedule,), profiles={plan.microbatches: profile})
-    for factor in MORE if _small(request) else MORE[:1]:
+    for factor in MORE if request.small else MORE[:1]:
         enough = rounded_up(max(factor * peak, limit))
         if enough > limit and fits(replace(alike, memory_bytes=enough)):
             yield f"allow {size_text(enough)} or more per rank (parallel.memory, --memory, memory_bytes in Python)"
             break
     free = all(each is None for each in (request.placement, request.stages, request.partition, request.recompute))
-    if free and _small(request):
+    if free and request.small:
         more = range(request.ranks + 1, request.layers + 1)
         enough_ranks = bisect_left(more, True, key=lambda ranks: fits(replace(alike, ranks=ranks)))
         if enough_ranks < len(more):
             yield f"use {more[enough_ranks] * profile.identity.tensor} ranks"
-    owned = {count: replace(each, zero1=True) for count, each in request.profiles.items()}
-    if not profile.zero1 and _small(request) and fits(replace(request, profiles=owned)):
+    if not profile.zero1 and request.small and fits(request.with_zero1):
         yield "let replicas share the optimizer's state (parallel.zero1: true)"
 
 

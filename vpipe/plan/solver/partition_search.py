@@ -247,14 +247,10 @@ def smallest_cost(problem: PartitionProblem, start: FoundPartition, cost: Callab
         best = try_limit(middle)
         lower_bounds.append(combined(best.sum, best.bottleneck))
         intervals += [(combined(best.sum, lower), lower, best), (combined(upper.sum, middle), middle, upper)]
-    return _best(found, cost, max(lower_bound, min([*lower_bounds, *(part[0] for part in intervals)])))
-
-
-def _best(found: Sequence[FoundPartition], cost: Callable[[FoundPartition], float],
-          lower_bound: float) -> BestPartition:
-    best = min(found, key=cost)
-    return BestPartition(best, cost(best), min(cost(best), lower_bound),
-                   tuple(other for other in dict.fromkeys(found) if other.slices != best.slices))
+    chosen = min(found, key=cost)
+    lower_bound = max(lower_bound, min([*lower_bounds, *(part[0] for part in intervals)]))
+    return BestPartition(chosen, cost(chosen), min(cost(chosen), lower_bound),
+                         tuple(other for other in dict.fromkeys(found) if other.slices != chosen.slices))
 
 
 def running_sum(numbers: Sequence[float]) -> Floats:

@@ -14,6 +14,9 @@ from vpipe.plan.profile import Profile
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Placement
 
+MOST_RANKS, MOST_LAYERS = 16, 200
+"""So many of each are few, see :attr:`PlanRequest.small`."""
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -64,6 +67,11 @@ class PlanRequest:
         """The request for replicas that share the optimizer's state."""
         return replace(self, known=(), profiles={count: replace(profile, zero1=True)
                                                  for count, profile in self.profiles.items()})
+
+    @property
+    def small(self) -> bool:
+        """Unequal replicas can be searched, and the solver can be asked again and again, without taking minutes."""
+        return self.ranks <= MOST_RANKS and self.layers <= MOST_LAYERS
 
     @property
     def process_bytes(self) -> int:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import counted
@@ -18,9 +17,6 @@ from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.stage_table import StageTable
 from vpipe.plan.solver.vpipe_heuristic import balanced
 from vpipe.schedules.registry import RegisteredSchedule
-
-MOST_RANKS, MOST_LAYERS = 16, 200
-"""Unequal widths are searched up to so many of each; beyond, all stages have equally many replicas."""
 
 UNEVEN = "its replicas cannot share the microbatches of an update evenly"
 
@@ -94,8 +90,9 @@ class SearchSpace:
                 own = every // width * (every % width == 0) if every and request.shared_updates else every
                 yield Choice(schedule, microbatches, own, request.ranks,
                              equal_widths(schedule, request.ranks, width), warmup, slices)
-        free = self.searches_widths and not (every and request.shared_updates)
-        if free and slices == 1 and traits_of(registered).by_depth:
+        free = request.stages is None and (request.recompute is None or isinstance(request.recompute, (int, float)))
+        if (free and request.ranks > 2 and request.small and not (every and request.shared_updates) and slices == 1
+                and traits_of(registered).by_depth):
             yield Choice(schedule, microbatches, every, request.ranks, None, warmup, slices)
 
     def _allows(self, stages: int, width: int) -> bool:
@@ -105,18 +102,6 @@ class SearchSpace:
             return False
         return all(len(each) in (0, stages) for each in (request.partition, request.recompute)
                    if isinstance(each, Sequence))
-
-    @property
-    def searches_widths(self) -> bool:
-        """Stages may get unequal numbers of replicas."""
-        request = self.request
-        free = request.placement is None and request.stages is None and (
-            request.recompute is None or isinstance(request.recompute, (int, float)))
-        return free and 2 < request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
-
-    def having(self, **fields: Any) -> SearchSpace:
-        """Return the space of the request with other values in some fields."""
-        return SearchSpace(replace(self.request, **fields))
 
     def _table(self, choice: Choice) -> StageTable:
         key = choice.microbatches, choice.slices
@@ -170,7 +155,8 @@ class SearchSpace:
     def chunked_of_least_memory(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
         for recompute in (1.0, 0.0) if self.request.recompute is None else (self.request.recompute,):
-            if (candidate := self.having(memory_bytes=None, recompute=recompute).solve(choice)) is not None:
+            request = replace(self.request, memory_bytes=None, recompute=recompute)
+            if (candidate := SearchSpace(request).solve(choice)) is not None:
                 yield candidate
 
     def solve_by_heuristic(self, choice: Choice) -> Candidate | None:

@@ -19,8 +19,8 @@ from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Simulations, deepen
 from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.infeasible import infeasible
 from vpipe.plan.solver.partition_search import TOLERANCE, slices_of
-from vpipe.plan.solver.request import Alternative, PlanRequest
-from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
+from vpipe.plan.solver.request import MOST_LAYERS, MOST_RANKS, Alternative, PlanRequest
+from vpipe.plan.solver.search_space import SearchSpace
 from vpipe.plan.solver.stage_table import MOST_SETS
 from vpipe.plan.stage_costs import taken_bytes
 from vpipe.units import rounded_up, size_text
@@ -299,7 +299,7 @@ def _best_with(trials: Simulations, what: str, candidates: Sequence[Candidate], 
 
 
 def _without_recompute(trials: Simulations, chosen: Candidate) -> Compared:
-    space, what = trials.space.having(recompute=0.0), "no recompute"
+    space, what = SearchSpace(replace(trials.space.request, recompute=0.0)), "no recompute"
     if (candidate := space.solve(chosen.choice)) is not None:
         found = chosen.with_stages((candidate.partition, candidate.recomputed))
         return _best_with(trials, what, [found], "does not fit")
@@ -325,8 +325,7 @@ def _note(request: PlanRequest, space: SearchSpace, candidates: Sequence[Candida
     if several:
         notes.append(f"partitions of {', '.join(several)} (several stages on a rank) are cut to equal times, not "
                      "searched")
-    large = request.ranks > MOST_RANKS or request.layers > MOST_LAYERS
-    if large and request.placement is None and request.stages is None and request.ranks > 2:
+    if not request.small and request.placement is None and request.stages is None and request.ranks > 2:
         notes.append(f"beyond {MOST_RANKS} ranks or {MOST_LAYERS} layers all stages get equally many replicas")
     if _leaves_sets_out(request, chosen):
         notes.append(f"of the ways to recompute in a stage at most {MOST_SETS} per end are followed")
