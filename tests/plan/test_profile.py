@@ -22,11 +22,6 @@ def skipping() -> Profile:
         fields={"ids": 100, "mask": 200})
 
 
-@pytest.mark.parametrize(("cut", "crossing"), [(0, []), (1, ["a"]), (2, ["a", "h"]), (3, ["a", "h"]), (4, [])])
-def test_tensors_that_cross_a_cut(skipping: Profile, cut: int, crossing: list[str]) -> None:
-    assert [tensor.name for tensor in skipping.activations.crossing(cut)] == crossing
-
-
 def test_a_name_that_is_written_again_is_another_tensor(skipping: Profile) -> None:
     held = skipping.activations
     assert (held.output_bytes(2), held.output_bytes(3)) == (10 + 20, 10 + 30)

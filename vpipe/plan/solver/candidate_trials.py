@@ -157,23 +157,19 @@ class _Depths:
     trials: Simulations
     candidate: Candidate
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Replicas per stage."""
-        return self.candidate.widths
-
     def steps(self, number: int) -> tuple[int, ...]:
         """Return the ``number``-th of a row of depths: so many microbatches more at stage 0, evenly fewer after it."""
-        last, more = len(self.widths) - 1, [0] * len(self.widths)
+        widths = self.candidate.widths
+        last, more = len(widths) - 1, [0] * len(widths)
         for stage in reversed(range(last)):
-            wanted = -(-number * self.widths[0] * (last - stage) // last)  # microbatches in flight
-            wanted = max(wanted, more[stage + 1] * self.widths[stage + 1])
-            more[stage] = -(-wanted // self.widths[stage])
+            wanted = -(-number * widths[0] * (last - stage) // last)  # microbatches in flight
+            wanted = max(wanted, more[stage + 1] * widths[stage + 1])
+            more[stage] = -(-wanted // widths[stage])
         return tuple(more)
 
     def tried(self, more: tuple[int, ...], urgent: bool = False) -> Plan | None:
         """Return the plan with these depths, simulated; None where it does not fit or nothing more may be tried."""
-        least = default_warmup(self.widths)
+        least = default_warmup(self.candidate.widths)
         depths = tuple(low + extra for low, extra in zip(least, more, strict=True))
         choice = replace(self.candidate.choice, warmup=depths)
         return self.trials.fitting(replace(self.candidate, choice=choice), urgent)
@@ -193,7 +189,7 @@ class _Depths:
 
     def _row(self) -> list[int]:
         """Return numbers of :meth:`steps` from 0 on, with which periods shrink, up to the largest that fits."""
-        apart, numbers = max(1, len(self.widths) - 1), [0]
+        apart, numbers = max(1, len(self.candidate.widths) - 1), [0]
         while (plan := self.tried(self.steps(numbers[-1] + apart))) is not None:
             before = self.tried(self.steps(numbers[-1]))
             numbers.append(numbers[-1] + apart)
@@ -209,10 +205,10 @@ class _Depths:
         """Take forwards away, one by one, as long as the plan stays fast enough."""
         found = self.tried(more)
         assert found is not None, "it was simulated"
-        stage = 0
+        stage, widths = 0, self.candidate.widths
         while stage < len(more) - 1:
             fewer = (*more[:stage], more[stage] - 1, *more[stage + 1:])
-            fits = fewer[stage] * self.widths[stage] >= fewer[stage + 1] * self.widths[stage + 1]
+            fits = fewer[stage] * widths[stage] >= fewer[stage + 1] * widths[stage + 1]
             plan = self.tried(fewer) if more[stage] and fits else None
             if plan is not None and seconds(plan) <= enough:
                 found, more, stage = plan, fewer, max(0, stage - 1)

@@ -144,7 +144,7 @@ class CostModel:
         per_microbatch = work + transfer if choice.traits.tight and choice.warmup != "auto" else work
         if not choice.flush:
             return work + step / choice.every, (per_microbatch + (step + summing) / choice.every) / width
-        weight, halves = self.table.running("weight"), choice.traits.filling_halves
+        weight, halves = self.table.running("weight_half"), choice.traits.filling_halves
         alone = np.maximum(0.0, work - halves * (weight[stop] - weight[first])) if halves else work
         slowest = choice.per_replica(width) * per_microbatch + step + summing - np.where(np.isinf(work), 0.0, alone)
         return alone + transfer, slowest
@@ -213,7 +213,8 @@ class CostModel:
         if not choice.flush:
             return smallest_cost(self.by_time, start, self.cost, lambda total, most: max(most, total / self._cores),
                                  self.cost(start), start.bottleneck)
-        least = max(0.0, float(self._plain[-1]) - choice.traits.filling_halves * float(table.running("weight")[-1]))
+        filled = choice.traits.filling_halves * float(table.running("weight_half")[-1])
+        least = max(0.0, float(self._plain[-1]) - filled)
         lower_bound, widest = start.bottleneck, max(start.bottleneck, self.cost(start) - least)  # both are rounded
         if np.isinf(self._cores):
             return smallest_cost(self.by_time, start, self.cost, add, widest, lower_bound)

@@ -146,10 +146,8 @@ class StageTable:
         self._tabulated = np.zeros(self.layers, int)
         self._seconds: dict[StageDemand, Floats] = {}  # of recomputation, by node
         self._known: dict[int, Floats] = {}  # by width
-        sums = {"forward": "forward", "backward": "backward", "input": "input_half", "weight": "weight_half",
-                "step": "step"}
-        self._sums = {name: running_sum([getattr(layer, key).median for layer in profile.layers])
-                      for name, key in sums.items()}
+        self._sums = {what: running_sum([getattr(layer, what).median for layer in profile.layers])
+                      for what in ("forward", "backward", "input_half", "weight_half", "step")}
         self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes * (not profile.zero1)
                                         + layer.frozen_bytes + layer.saved_bytes for layer in profile.layers])
         self._parameters = running_sum([layer.parameter_bytes for layer in profile.layers])
@@ -167,12 +165,12 @@ class StageTable:
                 number if layer.tied or layer.frozen_tied else None)
 
     def running(self, what: str) -> Floats:
-        """Return the running sum over layers of forward, backward, input, weight or step: seconds."""
+        """Return the running sum over layers of one of their times, such as ``weight_half``: seconds."""
         return self._sums[what]
 
     def work_s(self, split: bool) -> Floats:
         """Return the running sum over layers of the seconds of a microbatch, without recomputation."""
-        parts = ("forward", "input", "weight") if split else ("forward", "backward")
+        parts = ("forward", "input_half", "weight_half") if split else ("forward", "backward")
         total: Floats = np.sum([self._sums[part] for part in parts], axis=0)
         return total
 
@@ -206,7 +204,7 @@ class StageTable:
             held: Floats = _fixed(rest, demand) + keeping + (demand.in_flight - 1) * kept
             return held.reshape(first.shape)
         wanted, places = np.unique(ids, return_inverse=True)
-        return np.array([float(self._peak(node, self._required_of(node, demand), demand))
+        return np.array([float(self._peak(node, self._required_of(node, demand) or frozenset(), demand))
                          for node in map(self._nodes.__getitem__, wanted.tolist())])[places].reshape(first.shape)
 
     def peak_bytes(self, first: int, stop: int, demand: StageDemand, recomputed: frozenset[int]) -> int:
@@ -216,15 +214,18 @@ class StageTable:
 
     def recompute_set(self, first: int, stop: int, demand: StageDemand) -> frozenset[int] | None:
         """Return the layers whose recomputation takes :meth:`recompute_s`; None where the stage does not fit."""
-        node = self._node_of(first, stop)
-        required = self.required(first, stop, demand)
-        if required is not None:
-            return required if self._fits(node, self._required_of(node, demand), demand) else None
-        if self._fits(node, frozenset(), demand):
-            return frozenset()
-        seconds, bits = self._fastest(node, demand)
+        node = self._node_of(first, stop)  # whose layers are equal to these, but may be others
+        found = self._set_of(node, demand)
+        return None if found is None else frozenset(number - node.first + first for number in found)
+
+    def _set_of(self, node: _Node, demand: StageDemand) -> frozenset[int] | None:
+        required = self._required_of(node, demand)
+        chosen = required or frozenset()
+        if self._peak(node, chosen, demand) <= self._limit(demand):
+            return chosen
+        seconds, bits = (math.inf, 0) if required is not None else self._fastest(node, demand)
         return None if seconds == math.inf else frozenset(
-            first + number for number in range(stop - first) if bits >> number & 1)
+            node.first + number for number in range(node.layers) if bits >> number & 1)
 
     def _fastest(self, node: _Node, demand: StageDemand) -> tuple[float, int]:
         room = self._limit(demand) - _fixed(self._figures_of(node, demand.width)[:5], demand)
@@ -238,13 +239,8 @@ class StageTable:
             return None
         return frozenset(range(stop - int(demand.share * (stop - first)), stop))
 
-    def _required_of(self, node: _Node, demand: StageDemand) -> frozenset[int]:
-        required = self.required(node.first, node.first + node.layers, demand)
-        assert required is not None
-        return required
-
-    def _fits(self, node: _Node, recomputed: frozenset[int], demand: StageDemand) -> bool:
-        return self._peak(node, recomputed, demand) <= self._limit(demand)
+    def _required_of(self, node: _Node, demand: StageDemand) -> frozenset[int] | None:
+        return self.required(node.first, node.first + node.layers, demand)
 
     def _limit(self, demand: StageDemand) -> float:
         return np.inf if self.limit_bytes is None else self.limit_bytes * demand.part
@@ -263,7 +259,9 @@ class StageTable:
     def _least_s(self, numbers: Integers, demand: StageDemand) -> Floats:
         """Return the least seconds of recomputation of some nodes."""
         if self._required is not None or demand.share is not None:
-            return np.array([self._required_s(self._nodes[number], demand) for number in numbers.tolist()])
+            sets = [self._set_of(self._nodes[number], demand) for number in numbers.tolist()]
+            return np.array([np.inf if layers is None else sum(
+                self._tensors[layer].recompute_s for layer in sorted(layers)) for layers in sets], float)
         *rest, keeping, dropping = self._figures(demand.width)[numbers].T
         others, room = demand.in_flight - 1, self._limit(demand) - _fixed(rest, demand)
         # No set keeps less than all layers do, or has less once recomputed than a stage that keeps everything.
@@ -272,12 +270,6 @@ class StageTable:
         for place in np.flatnonzero(np.isnan(least)).tolist():
             least[place], _ = self._fastest(self._nodes[numbers[place]], demand)
         return least
-
-    def _required_s(self, node: _Node, demand: StageDemand) -> float:
-        required = self._required_of(node, demand)
-        if not self._fits(node, required, demand):
-            return math.inf
-        return sum(self._tensors[layer].recompute_s for layer in sorted(required))
 
     def _figures(self, width: int) -> Floats:
         """Return per node the bytes: fixed, of a weight version, of halves, of fields, of what versions add once,
