@@ -184,8 +184,9 @@ class StageBytes:
     working: int = 0  # the most that one backward needs
     largest: int = 0  # of a trained parameter
     largest_state: int = 0  # that the optimizer keeps for one
-    borrowed: Mapping[int, int] = field(default_factory=dict)  # tied weights of earlier stages, by owning layer
-    borrowed_frozen: Mapping[int, int] = field(default_factory=dict)  # those that are not trained
+    # tied weights of earlier stages, by owning layer; and those that are not trained
+    borrowed: Mapping[int, int] = field(default_factory=dict, hash=False)
+    borrowed_frozen: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, profile: Profile, layers: range) -> StageBytes:

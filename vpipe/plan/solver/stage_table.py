@@ -158,9 +158,8 @@ class StageTable:
     def _kind(self, number: int) -> object:
         """Return everything of a layer that the bytes of a stage depend on; equal layers have the same."""
         layer = self.profile.layers[number]
-        return (self._tensors[number], layer.parameter_bytes, layer.optimizer_bytes, layer.largest_bytes,
-                layer.weight_half_bytes, layer.frozen_bytes,
-                layer.working_bytes, frozenset(layer.reads).intersection(self.profile.fields),
+        return (self._tensors[number], StageBytes().with_layer(layer, 0),
+                frozenset(layer.reads).intersection(self.profile.fields),
                 None if self._required is None else number in self._required,
                 number if layer.tied or layer.frozen_tied else None)
 
