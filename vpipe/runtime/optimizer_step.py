@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
@@ -25,9 +25,6 @@ from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferK
 from vpipe.runtime.values import bytes_of
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.torch_private import foreach_mul_
-
-_Together = tuple[int, int]
-"""A stage and an update whose norms are exchanged; -1 for all stages together."""
 
 ABSENT = -1.0
 """Norm of a parameter without a gradient, in the vector of norms: no norm is negative."""
@@ -128,8 +125,9 @@ class OptimizerSteps:
         self.global_norms = False
         self.norm_dtypes = {s: reduce(torch.promote_types, {master.dtype for master in stage.weights.masters.values()})
                             for s, stage in stages.items() if stage.weights.names}
-        self._norms: dict[_Together, dict[int, Tensor]] = defaultdict(dict)  # by stage, own and others'
-        self._steps: Counter[_Together] = Counter()  # of own stages
+        # Of the update at hand, of all stages (-1) or of each: norms by stage, own and others'; what is to arrive.
+        self._norms: dict[int, dict[int, Tensor]] = {}
+        self._awaited: dict[int, Sequence[tuple[int, int, Sequence[int]]]] = {}
 
     def use_norms_of_others(self, sources: Mapping[int, Mapping[int, Sequence[int]]],
                             audience: Mapping[int, Sequence[int]], dtype: torch.dtype | None) -> None:
@@ -164,7 +162,7 @@ class OptimizerSteps:
 
     def abandon(self) -> None:
         """Drop an update that failed before a step, or in one that has changed nothing."""
-        for store in (self._completed, self._norms, self._steps):
+        for store in (self._completed, self._norms, self._awaited):
             store.clear()
         for reducer in self.reducers.values():
             reducer.abandon()
@@ -213,11 +211,13 @@ class OptimizerSteps:
 
     def norm(self, stage: int, update: int) -> None:
         """Send the norms of an update's gradients to the ranks that lack them; post the receives of theirs."""
-        number, weights = self._number(stage, update), self._stages[stage].weights
+        number, weights, together = self._number(stage, update), self._stages[stage].weights, self._together(stage)
         self._complete_gradients(stage, update)
-        norms = self._norms[self._together(stage, number)]
-        if not norms:
-            for other, rank, positions in self._published(stage):
+        norms = self._norms.get(together, {})
+        if not norms or stage in norms:  # of the update before
+            norms = self._norms[together] = {}
+            self._awaited[together] = list(self._published(stage))
+            for other, rank, positions in self._awaited[together]:
                 self._transport.post(rank, TransferKey(TransferKind.NORMS, other, number),
                                      [TensorSpec((len(positions),), torch.float64, wants_gradient=False)])
         norms[stage] = _gradient_norms(weights)
@@ -225,8 +225,8 @@ class OptimizerSteps:
             for rank in self._audience[stage]:
                 self._transport.send(rank, TransferKey(TransferKind.NORMS, stage, number), [norms[stage][own]])
 
-    def _together(self, stage: int, number: int) -> _Together:
-        return (-1 if self.global_norms else stage), number
+    def _together(self, stage: int) -> int:
+        return -1 if self.global_norms else stage
 
     def _published(self, stage: int) -> Iterator[tuple[int, int, Sequence[int]]]:
         """Yield what others publish before a step: a stage, one of its ranks, and the positions of the parameters."""
@@ -235,18 +235,14 @@ class OptimizerSteps:
                 yield from ((other, rank, positions) for rank, positions in ranks.items() if positions)
 
     def _norms_before(self, stage: int, number: int) -> Mapping[int, Tensor]:
-        """Return the norms by which a stage steps, by stage; received at a rank's first step, dropped at its last."""
-        key = self._together(stage, number)
-        norms = self._norms[key]
-        for other, rank, positions in () if self._steps[key] else self._published(stage):
+        """Return the norms by which a stage steps, by stage; received at a rank's first step."""
+        norms = self._norms[self._together(stage)]
+        for other, rank, positions in self._awaited.pop(self._together(stage), ()):
             if other not in norms:
                 count = sum(map(len, self._sources[other].values()))
                 norms[other] = torch.empty(count, dtype=torch.float64, device="cpu")
             norms[other][positions] = self._transport.receive(
                 rank, TransferKey(TransferKind.NORMS, other, number))[0].cpu()
-        self._steps[key] += 1
-        if self._steps[key] == (len(self.optimizers) if self.global_norms else 1):
-            del self._norms[key], self._steps[key]
         return norms
 
     # -- the step --------------------------------------------------------------------------------------
