@@ -24,7 +24,7 @@ from vpipe.runtime.p2p import P2PTransfers
 from vpipe.runtime.reducer import Reducer, count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_layers import check_not_shared
+from vpipe.runtime.stage_layers import UncalledHooks, check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression
@@ -106,7 +106,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         optimizers = {s: StageOptimizer.build(update.make_optimizer, stage.weights.masters, s)
                       for s, stage in stages.items()}
         for stage in stages.values():
-            stage.check_hooks = partial(check_hooks, stage, schedule, ties, execution.refused("hooks"))
+            stage.uncalled_hooks = uncalled_hooks(stage, schedule, ties, execution.refused("hooks"))
             stage.check_hooks()
             stage.offloaded = stage.spec.index in schedule.offloaded_stages
             tied_here = chain.from_iterable(ties.get(stage.spec.index, {}).values())
@@ -172,10 +172,9 @@ def assign_owners(stages: Mapping[int, Stage], optimizers: Mapping[int, StageOpt
             for s, stage in stages.items() if len(placement[s]) > 1}
 
 
-def check_hooks(stage: Stage, schedule: Schedule, ties: Ties,
-                refused: tuple[str, str] | None) -> None:
-    """Refuse hooks on parameters, also those of an optimizer's factory, where torch would not call them with the whole
-    gradient of a microbatch.
+def uncalled_hooks(stage: Stage, schedule: Schedule, ties: Ties,
+                   refused: tuple[str, str] | None) -> list[UncalledHooks]:
+    """Return the parameters whose hooks torch would not call with the whole gradient of a microbatch, and why.
 
     Autograd makes and adds it with a flush and whole backwards. Elsewhere it is made in parts, added without autograd,
     or on leaves of another version than the one with the hooks.
@@ -187,7 +186,7 @@ def check_hooks(stage: Stage, schedule: Schedule, ties: Ties,
     own, number, width = stage.weights, stage.spec.index, len(schedule.placement[stage.spec.index])
     tied = {name for names in ties.get(number, {}).values() for name in names}
     remedy = "choose a schedule with a flush and whole backwards, such as gpipe or 1f1b"
-    rules = [
+    return [
         *((weights, names, HOOKS, "it is tied across two stages, of which neither has the whole gradient",
            "choose a partition with both layers in one stage")
           for weights, names in [(own, tied), *((weights, weights.names) for weights in stage.borrowed.values())]),
@@ -202,10 +201,3 @@ def check_hooks(stage: Stage, schedule: Schedule, ties: Ties,
          "own", "recompute all layers that use it, with those between, or none"),
         (own, own.names if width > 1 else (), HOOKS[1:], f"the {width} replicas of stage {number} each add up a part "
          "of the gradients", "use register_hook, or give the stage one replica")]
-    own.adopt_hooks()
-    for weights, names, kinds, why, remedy in rules:
-        if names and (found := [name for name in weights.hooked(kinds) if name in names]):
-            which = " and ".join(map(repr, found[:2])) + ", ..." * (len(found) > 2)
-            registered = "register_hook, " * (kinds is HOOKS) + "register_post_accumulate_grad_hook"
-            raise UserError(f"hooks on {which} ({registered}) are not called here: {why}",
-                            hint=f"{remedy}, or change gradients in the optimizer's step")

@@ -26,7 +26,6 @@ from vpipe.runtime.loaders import Loaders
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.sharded_tensors import whole
-from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import StepResults
@@ -57,7 +56,6 @@ class Engine:
                  world: DeviceMap, surroundings: Surroundings) -> None:
         self.surroundings, self._description = surroundings, description
         timeout_s, distributed = description.transfers.timeout_s, len(world.lanes.own) > 1
-        check_slices(model, description, schedule.slices)
         self.workers: dict[int, Worker] = {}
         self.collectives = collectives = Collectives(self.workers, specs, schedule.placement, world, timeout_s)
         loaders = Loaders(model, schedule, description, world, self.workers, collectives)
@@ -84,7 +82,7 @@ class Engine:
             pass
         self.training = Training(self._interpreter, programs, collectives, loaders, schedule,
                                  description.microbatches, surroundings)
-        self._evaluation = Evaluation(self._interpreter, programs, collectives, loaders, schedule.assignment,
+        self._evaluation = Evaluation(self._interpreter, programs, collectives, loaders, schedule.placement,
                                       description.microbatches, surroundings)
         self._recorders: dict[int, Recorder] = {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from math import inf
 from operator import gt
@@ -23,21 +22,21 @@ from vpipe.runtime.step_results import read_at_once
 from vpipe.runtime.surroundings import Surroundings
 from vpipe.runtime.values import LOSS, WANTED
 from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.size import Placement
 
 
 class Evaluation:
     """Evaluate while nothing is in flight.
 
     Args:
-        assignment: of training.
         microbatches: of a batch, at most.
     """
 
     def __init__(self, interpreter: Interpreter, programs: RankPrograms, collectives: Collectives, loaders: Loaders,
-                 assignment: Assignment, microbatches: int, surroundings: Surroundings) -> None:
+                 placement: Placement, microbatches: int, surroundings: Surroundings) -> None:
         self._interpreter, self._programs, self._collectives, self._loaders = (
             interpreter, programs, collectives, loaders)
-        self._assignment, self._placement, self._microbatches = assignment, assignment.placement, microbatches
+        self._placement, self._microbatches = placement, microbatches
         self._surroundings, self._workers, lanes = surroundings, interpreter.workers, collectives.lanes
         self._holds = lanes.count == 1 < len(lanes.own)  # lanes wait for one another within a layer
 
@@ -65,7 +64,7 @@ class Evaluation:
             read = self._read_ahead(loader, first + most)
             while (end := read()) > first:
                 read = self._read_ahead(loader, end + most)  # what all have read, none waits for
-                assignment = Assignment(self._placement, end - first, True, partial(gt, end - first))
+                assignment = self._assignment(end - first)
                 if loader.labels is not None:
                     weights += [loader.counts.pop(number)[0] for number in range(first, end)]
                 segment = Segment(loader, first, 0, 0, assignment, training=False,
@@ -85,12 +84,15 @@ class Evaluation:
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
         results, exchange = self._interpreter.results, self._collectives.exchange
-        in_order = results.gather(losses, range(len(samples)), replace(self._assignment, slices=1), exchange)
+        in_order = results.gather(losses, range(len(samples)), self._assignment(len(samples)), exchange)
         weights = list(samples) if self._loaders.labels is None else exchange.from_rank(weights, self._placement[-1][0])
         # The loss of a microbatch without a label may be NaN: it does not count.
         total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True) if size), sum(weights)
         self._interpreter.finish()
         return results.over_lanes(total, weight), {} if wanted is None else self._in_order(outputs, samples)
+
+    def _assignment(self, microbatches: int) -> Assignment:
+        return Assignment(self._placement, microbatches, True, partial(gt, microbatches))
 
     def _read_ahead(self, loader: MicrobatchLoader, end: int) -> Callable[[], int]:
         """Read what an evaluation runs next; return a function that returns its end when all ranks have. A batch that

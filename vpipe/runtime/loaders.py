@@ -14,6 +14,7 @@ from vpipe.runtime.batch_comparison import LaneComparison
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.label_weights import CLASSES_ALIKE, ClassWeights, LossCheck, Weigh
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader
+from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.schedule import Schedule
@@ -29,11 +30,12 @@ class Loaders:
         labels: the field by whose labels an evaluation counts microbatches; None where these count by their samples.
 
     Raises:
-        UserError: labels are to count in training, but the model names none.
+        UserError: labels are to count in training, but the model names none; or a microbatch cannot be cut into slices.
     """
 
     def __init__(self, model: Model, schedule: Schedule, description: Description, world: DeviceMap,
                  workers: Mapping[int, Worker], collectives: Collectives) -> None:
+        check_slices(model, description, schedule.slices)
         self._model, self._schedule, self._workers, self._collectives = model, schedule, workers, collectives
         self._microbatches, self._device = description.microbatches, world.own
         self._counted, self.labels = description.update.counted_labels(model.labels), model.labels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from vpipe.model.layer import (
 from vpipe.model.model import Model
 from vpipe.model.sequential import loss_buffers, rounded_module
 from vpipe.runtime.sharded_tensors import local, parted, set_data
-from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
+from vpipe.runtime.weight_versions import HOOKS, Slot, WeightVersions, has_hooks, replace_parameter
 
 NARROW = (torch.bfloat16, torch.float16)
 """The dtypes in which small steps of an optimizer are lost."""
@@ -44,6 +44,9 @@ Marks = tuple[Sequence[object], ...]
 
 _Samples = tuple[list[str], list[Any], bool]
 """Names, arrays in the memory of these parameters, and whether those show every change of a value."""
+
+UncalledHooks = tuple[WeightVersions, Collection[str], Sequence[str], str, str]
+"""Weights, names of them, kinds of hooks, why these are not called, and what to do instead."""
 
 _NONE = torch.empty(0, device="cpu")
 
@@ -97,7 +100,7 @@ class StageLayers:
         rounding: of the layers' outputs; None in fp32.
         dtypes: of the parameters as the layers were built, by name.
         divided: whether the schedule gathers the weights that ``fully_shard`` has divided.
-        check_hooks: refuses hooks on parameters where torch does not call them.
+        uncalled_hooks: parameters whose hooks are refused.
 
     Args:
         model: the whole model; only this stage's layers are built.
@@ -110,7 +113,7 @@ class StageLayers:
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
                  precision: Precision) -> None:
         self.spec, self.seed, self.device, self.precision, self.divided = spec, seed, device, precision, False
-        self.check_hooks: Callable[[], None] = lambda: None
+        self.uncalled_hooks: Sequence[UncalledHooks] = ()
         self.rounding = None if precision.dtype is None else Rounding(precision.dtype)
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
         named = {self.layer_names[i]: moved(model.layers[i].materialize(i, seed), device) for i in spec.layers}
@@ -225,6 +228,16 @@ class StageLayers:
         self._places = [(part._parameters, own) for part in parts.values() for own in part._parameters]
         self._marked = [f"{path}.{own}" for path, part in parts.items() for own in part._parameters]
         self._marked += self.weights.names
+
+    def check_hooks(self) -> None:
+        """Refuse hooks on parameters, also those of an optimizer's factory, where torch would not call them."""
+        self.weights.adopt_hooks()
+        for weights, names, kinds, why, remedy in self.uncalled_hooks:
+            if names and (found := [name for name in weights.hooked(kinds) if name in names]):
+                which = " and ".join(map(repr, found[:2])) + ", ..." * (len(found) > 2)
+                registered = "register_hook, " * (kinds is HOOKS) + "register_post_accumulate_grad_hook"
+                raise UserError(f"hooks on {which} ({registered}) are not called here: {why}",
+                                hint=f"{remedy}, or change gradients in the optimizer's step")
 
     def marks(self, sampled: bool = True) -> list[Marks]:
         """Return marks by which a change of weights or gradients by a script is seen. One of ``p.data`` in place is

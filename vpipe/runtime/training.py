@@ -16,10 +16,9 @@ from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
 from vpipe.runtime.loaders import Loaders
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
-from vpipe.runtime.script_changes import ScriptChanges
 from vpipe.runtime.stage_optimizer import check_rescheduled
 from vpipe.runtime.step_results import Step
-from vpipe.runtime.surroundings import Surroundings, set_aside
+from vpipe.runtime.surroundings import ScriptChanges, Surroundings, set_aside
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.schedule import Schedule
@@ -361,7 +360,8 @@ class Training:
         for steps in (worker.optimizer_steps for worker in self._workers.values() if not self.position.steps):
             for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
                 companion.begin()  # with what a script has made of the weights before the first update
-        return Segment(loader, first, self.position.microbatches * loader.slices, self.position.steps, assignment,
+        base = self._schedule.assignment.index_of(self.position.microbatches)
+        return Segment(loader, first, base, self.position.steps, assignment,
                        training=True, autocast=self.surroundings.autocast)
 
     @set_aside
@@ -399,9 +399,9 @@ class Training:
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
-        slices = segment.loader.slices
-        self.position = self.position.after(steps, (end - segment.first) // slices, self._samples(segment, end),
-                                            end // slices % self._microbatches)
+        done, _ = segment.assignment.microbatch_and_slice(end - segment.first)
+        within, _ = segment.assignment.microbatch_and_slice(end)
+        self.position = self.position.after(steps, done, self._samples(segment, end), within % self._microbatches)
         self._interpreter.finish()
 
     def _samples(self, segment: Segment, end: int) -> int:
