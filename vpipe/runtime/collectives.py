@@ -321,7 +321,7 @@ class Collectives:
                 for rank in ranks for lane in range(self.lanes.count)]
 
     def frozen_ties(self, built: Mapping[int, Mapping[int, Stage]]) -> set[str]:
-        """Return the parameters that are tied to those of other stages and not trained, by their owners' names.
+        """Return the parameters that are tied to those of other stages and not trained, by their names there.
 
         Args:
             built: the stages of this process, by rank and number.

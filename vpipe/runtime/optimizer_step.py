@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Protocol
 
 import torch
@@ -112,7 +112,8 @@ class OptimizerSteps:
                  reducers: Mapping[int, Reducer], tied: TiedWeights, transport: Transport, update: Update,
                  scaler: LossScaler | None, companions: Mapping[int, Mapping[View, Companion]]) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
-        self.companions, self._update, self.factor = companions, update, update.factor
+        self.companions, self._update = companions, update
+        self.factor = lru_cache(update.factor)  # asked for by every stage
         self._stages, self.reducers, self._tied, self._transport = stages, reducers, tied, transport
         self._sources: Mapping[int, Mapping[int, Sequence[int]]] = {}
         self._audience: Mapping[int, Sequence[int]] = {}

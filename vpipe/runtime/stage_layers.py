@@ -216,9 +216,12 @@ class StageLayers:
     def check_not_wrapped(self, when: str = "; it was not when the pipeline was built") -> None:
         """Refuse a layer that is wrapped, or sharded where the schedule does not gather weights."""
         # This is asked in every update: modules are only walked again if one was exchanged.
-        if self._parts and all(type(part) is kind and part._modules == children and len(part._parameters) == count
-                               for part, kind, children, count in self._parts):
-            return
+        for part, kind, children, count in self._parts:
+            if type(part) is not kind or part._modules != children or len(part._parameters) != count:
+                break
+        else:
+            if self._parts:
+                return
         for i, module in self.modules.items():
             if (wrapper := find_wrapper(self.layer_names[i], module, self.divided)) is not None:
                 raise UserError(f"{wrapper.what}{when}", hint=wrapper.hint)
