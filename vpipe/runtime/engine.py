@@ -48,6 +48,7 @@ class Engine:
         collectives: operations that all ranks call together.
         schedule: the lowered one, without the backwards of stages in front that train nothing.
         interrupts: lets Ctrl-C wait until the pipeline is whole.
+        local_stages: the stages of this process.
         training: its position is the pipeline's.
         surroundings: what a script has around its calls.
     """
@@ -78,6 +79,7 @@ class Engine:
         results = StepResults(self.workers, schedule, distributed, world.lanes, collectives.beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
         self._interpreter = Interpreter(self.workers, results, schedule, self.interrupts, collectives.job, distributed)
+        self.local_stages = self._interpreter.stages
         with self._interpreter.taken_back():
             pass
         self.training = Training(self._interpreter, programs, collectives, loaders, schedule,
@@ -91,11 +93,6 @@ class Engine:
         trained = self.collectives.job.united({str(number): "" for of_rank in built.values()
                                                for number, stage in of_rank.items() if stage.trains})
         return min(map(int, trained), default=stages - 1)
-
-    @property
-    def local_stages(self) -> list[Stage]:
-        """Return the stages of this process."""
-        return self._interpreter.stages
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
         """Record the actions of training from now on; see :meth:`vpipe.Pipeline.record`."""

@@ -79,7 +79,7 @@ class Training:
               pauses: Pauses = lambda steps: None) -> Iterator[Step]:
         """Train on the batches; yield the steps, in order. See :meth:`vpipe.Pipeline.train`.
 
-        After :meth:`restore` the first batch is the one that was under way, without its microbatches that are done. At
+        After :meth:`begin_at` the first batch is the one that was under way, without its microbatches that are done. At
         a pause a :meth:`drain` makes no step, and the next microbatches use the latest weights at every stage.
         """
         iterator = iter(batches)
