@@ -210,7 +210,7 @@ class Pipeline:
 
         Args:
             description: its cut has the layers of every stage.
-            schedule: lowered, as :meth:`~vpipe.schedules.prepare.ScheduleSpec.prepare` returns it.
+            schedule: lowered, as :func:`~vpipe.runtime.pipeline_schedule.prepare_schedule` returns it.
             world: the ranks, as :func:`~vpipe.distributed.init.join_world` returns them.
         """
         assert len(world.lanes.own) in (1, schedule.ranks), f"{world.lanes} for {schedule.ranks} ranks"

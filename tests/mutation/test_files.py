@@ -22,7 +22,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.schedules import csv_format
 from vpipe.schedules.csv_format import CsvFile
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import described, proved
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),
@@ -30,7 +30,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "plan": ("plan.json", Plan.load),
     "profile": ("profile.json", Profile.load),
     "schedule": ("s.csv", CsvFile.read),
-    "arranged schedule": ("s.csv", lambda path: ScheduleSpec(Order(path), Cut(1), 1).prepare()),
+    "arranged schedule": ("s.csv", lambda path: proved(described(Order(path), Cut(1), 1))),
     "manifest": ("checkpoint.json", lambda path: Manifest.load(path.parent)),
     "shard": ("a_training.hdf5", lambda path: shards().BertHdf5(path.parent)),
     "functions": ("a.jsonl", lambda path: list(read_functions(jsonl_files(path.parent), path.parent))),

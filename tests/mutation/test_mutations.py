@@ -38,7 +38,7 @@ from vpipe.plan.profile import Profile
 from vpipe.schedules.builder import build
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.size import Layout
 
 NATIVE = {
@@ -145,7 +145,7 @@ def test_schedules(tmp_path: Path) -> None:
 
     def arrange() -> None:
         schedule = CsvFile.read(path).schedule
-        ScheduleSpec(Order(path), Cut(schedule.stages), schedule.microbatches).prepare()
+        proved(described(Order(path), Cut(schedule.stages), schedule.microbatches))
 
     for text in texts:
         path.write_text(text)

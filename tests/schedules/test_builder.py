@@ -15,7 +15,7 @@ from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
 from vpipe.schedules.checker import channel_order, execute, matching, precedence
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import lower
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout
 
@@ -59,15 +59,16 @@ def test_a_recomputation_stays_before_its_backward() -> None:
 def test_reversed_backwards_are_proved_as_any(placement: tuple[tuple[int, ...], ...]) -> None:
     last = len(placement) - 1
     cut = Cut([1] * (last + 1), [[]] * last + [[last]], placement)
-    wanted = ScheduleSpec(Order("gpipe"), cut, 5, ties={0: (last,)} if last else {}, norm=True, last_first=True)
-    own = [action.microbatch for action in wanted.prepare().programs[placement[0][0]] if action.op is Op.BACKWARD]
+    built = described(Order("gpipe"), cut, 5, ties={0: (last,)} if last else {})
+    schedule = proved(reverse_backwards(built), norm=True)
+    own = [action.microbatch for action in schedule.programs[placement[0][0]] if action.op is Op.BACKWARD]
     assert own == sorted(own, reverse=True)
     assert len(own) == -(-5 // len(placement[0]))
 
 
 def test_no_other_schedule_can_be_reversed() -> None:
     with pytest.raises(UserError, match="'1f1b' cannot run its backwards from the last microbatch to the first"):
-        ScheduleSpec(Order("1f1b"), Cut(2), 4, last_first=True).prepare()
+        reverse_backwards(described(Order("1f1b"), Cut(2), 4))
 
 
 @pytest.mark.parametrize(("name", "graphs"), [("1f1b", 1), ("pipedream", 1), ("zb_v", 2)])
@@ -75,5 +76,5 @@ def test_a_schedule_has_one_graph(name: str, graphs: int, monkeypatch: pytest.Mo
     """Lowering and proof ask the same one, but where receives are moved, as in zb_v: that is another schedule."""
     made, make = [], Graph.__init__
     monkeypatch.setattr(Graph, "__init__", lambda graph, *told: (made.append(graph), make(graph, *told))[1])
-    ScheduleSpec(Order(name), Cut(4), 8).prepare()
+    proved(described(Order(name), Cut(4), 8))
     assert len(made) == graphs

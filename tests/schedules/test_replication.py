@@ -21,7 +21,7 @@ from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
@@ -160,8 +160,8 @@ def test_rounds() -> None:
 def test_streams_with_ties_as_long_as_a_run_proves_them(widths: list[int], every: int) -> None:
     """Here replicas get far ahead of one another, and tied gradients of their owner."""
     placement = tuple(tuple(range(sum(widths[:stage]), sum(widths[:stage + 1]))) for stage in range(len(widths)))
-    ScheduleSpec(Asynchronous("pipedream", update_every=every), Cut(ranks=placement), every,
-                 ties={0: (len(widths) - 1,)}).prepare()
+    proved(described(Asynchronous("pipedream", update_every=every), Cut(ranks=placement), every,
+                     ties={0: (len(widths) - 1,)}))
 
 
 @given(st.sampled_from(["chimera", "dualpipe"]), st.integers(1, 4), st.integers(1, 3), st.integers(2, 24), st.data())

@@ -16,7 +16,7 @@ from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.delays import mean_delay
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import described
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.size import Layout
 from vpipe.testing import version_rule
@@ -60,7 +60,7 @@ def test_a_stream_that_takes_no_warm_up_is_called_as_before() -> None:
     assert [mean_delay(schedule, stage) for stage in range(3)] == [4 / 6, 2 / 6, 0]
     assert version_rule("eager")(20, 0, (1, 1, 1), 6) == 2
     with pytest.raises(UserError, match=r"warmup_depth is \[4, 2, 0\], but 'eager' has an order of its own"):
-        ScheduleSpec(Asynchronous("eager", update_every=6, warmup_depth=(4, 2, 0)), Cut(3), 48).prepare()
+        described(Asynchronous("eager", update_every=6, warmup_depth=(4, 2, 0)), Cut(3), 48)
 
 
 def test_a_name_of_the_library_is_taken_before_the_library_is_loaded() -> None:
@@ -104,17 +104,16 @@ def test_a_wrong_generator(program: Callable[..., Any], what: str, hint: str) ->
     assert (problem.where or "").startswith(__file__ if program is fails else "")
 
 
-@pytest.mark.parametrize(("wanted", "what"), [
-    (ScheduleSpec(Order("zb_v", chunks=3), Cut(6), 8), "chunks is 3, but 'zb_v' holds 2 stages on each rank"),
-    (ScheduleSpec(Order("pipedream", chunks=2), Cut(8), 8), "chunks is 2, but 'pipedream' holds 1 stage on each rank"),
-    (ScheduleSpec(Order("interleaved", chunks=4), Cut(ranks=((0,), (1,), (2,), (3,)) * 2), 8),
+@pytest.mark.parametrize(("order", "cut", "what"), [
+    (Order("zb_v", chunks=3), Cut(6), "chunks is 3, but 'zb_v' holds 2 stages on each rank"),
+    (Order("pipedream", chunks=2), Cut(8), "chunks is 2, but 'pipedream' holds 1 stage on each rank"),
+    (Order("interleaved", chunks=4), Cut(ranks=((0,), (1,), (2,), (3,)) * 2),
      "chunks is 4, but the placement puts 2 stages on rank 0"),
-    (ScheduleSpec(Order("zb_v"), Cut(8), 8, processes=1),
-     "1 process for 8 stages, of which 'zb_v' holds 2 on each rank"),
+    (Order("zb_v"), Cut(8), "1 process for 8 stages, of which 'zb_v' holds 2 on each rank"),
 ])
-def test_numbers_that_do_not_fit(wanted: ScheduleSpec, what: str) -> None:
+def test_numbers_that_do_not_fit(order: Order, cut: Cut, what: str) -> None:
     with pytest.raises(UserError) as caught:
-        wanted.prepare()
+        described(order, cut, 8, processes=1 if order.chunks is None else None)
     assert caught.value.problems[0].what == what
 
 
@@ -122,9 +121,9 @@ def test_numbers_that_do_not_fit(wanted: ScheduleSpec, what: str) -> None:
     (4, "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has 2 ranks"), (3, "")])
 def test_processes_that_may_be_those_of_a_mesh(processes: int, more: str) -> None:
     with pytest.raises(UserError) as caught:
-        ScheduleSpec(Order("1f1b"), Cut(2), 8, processes=processes).prepare()
+        described(Order("1f1b"), Cut(2), 8, processes)
     assert caught.value.problems[0].hint == f"start 2 processes, or cut the model into {processes} stages{more}"
     with pytest.raises(UserError) as caught:
-        ScheduleSpec(Order("1f1b"), Cut(2), 8, processes=processes, meshed=True).prepare()
+        described(Order("1f1b"), Cut(2), 8, processes, meshed=True)
     assert caught.value.problems[0].what.startswith(f"{processes} ranks along 'pp' of the mesh for 2 stages, ")
     assert caught.value.problems[0].hint == f"give 'pp' 2 ranks, or cut the model into {processes} stages"

@@ -22,7 +22,7 @@ from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
@@ -123,10 +123,10 @@ def test_a_file_of_slices(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     made = build("seq1f1b", 2, 3, slices=2)
     path.write_text(made.to_csv())
-    read = ScheduleSpec(Order(str(path), slices=2), Cut(2), 3).prepare().compute_only()
+    read = proved(described(Order(str(path), slices=2), Cut(2), 3)).compute_only()
     assert (read.programs, read.slices, read.peak_activations) == (made.programs, 2, made.peak_activations)
     with pytest.raises(UserError, match="is a schedule of 6 slices, not 4"):
-        ScheduleSpec(Order(str(path), slices=2), Cut(2), 2).prepare()
+        described(Order(str(path), slices=2), Cut(2), 2)
     with pytest.raises(UserError, match="cuts every microbatch into 2 slices, which PyTorch's runtime"):
         made.to_torch_csv()
 
@@ -134,7 +134,7 @@ def test_a_file_of_slices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "auto", "pipedream", "interleaved"])
 def test_others_take_whole_microbatches(name: str) -> None:
     with pytest.raises(UserError, match=rf"slices is 2, but '{name}' takes whole microbatches\n.*: gpipe, seq1f1b"):
-        ScheduleSpec(Order(name, slices=2), Cut(4), 4).prepare()
+        described(Order(name, slices=2), Cut(4), 4)
 
 
 def test_a_generator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,4 +147,5 @@ def test_a_generator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
             yield from (backward(rank, first + part) for part in reversed(range(slices)))
         yield step(rank, 0)
 
-    assert ScheduleSpec(Order("one_by_one", slices=3), Cut(2), 4).prepare().rank_peaks[0].peak_activations == 3
+    schedule = proved(described(Order("one_by_one", slices=3), Cut(2), 4))
+    assert schedule.rank_peaks[0].peak_activations == 3

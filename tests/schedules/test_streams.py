@@ -17,7 +17,7 @@ from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import described
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
@@ -152,7 +152,7 @@ def test_warm_ups_that_do_not_fit() -> None:
     assert_golden(__file__, "warm-ups", [refusal(made, name, 4, 8, warmup=warmup) for name, warmup in WARM_UPS])
     for name, warmup in WARM_UPS:
         with pytest.raises(UserError):
-            ScheduleSpec(Asynchronous(name, warmup_depth=warmup), Cut(4), 8).prepare()
+            described(Asynchronous(name, warmup_depth=warmup), Cut(4), 8)
 
 
 def test_numbers_that_no_stream_can_have() -> None:

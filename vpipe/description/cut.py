@@ -99,6 +99,11 @@ class Cut:
         """
         return recomputed_layers(self.recompute, self.partition) if self.recompute else (frozenset[int](),) * self.count
 
+    @property
+    def recomputing(self) -> list[int]:
+        """The stages of which layers are recomputed."""
+        return [stage for stage, layers in enumerate(self.recomputed) if layers]
+
 
 def _stages(given: Arguments, stages: Any) -> Any:
     if stages is None or as_integer(stages) is not None or isinstance(stages, (str, float, bool)):

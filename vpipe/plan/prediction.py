@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from vpipe.description.cut import ties_between
+from vpipe.description.cut import Cut, ties_between
 from vpipe.description.order import Order
 from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
@@ -16,7 +16,7 @@ from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED
 from vpipe.schedules.loads import peak_contents
-from vpipe.schedules.prepare import ScheduleSpec, with_frozen
+from vpipe.schedules.prepare import Ties, described, placed, proved, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import SimulatedSteps, Timeline, lengthened, simulate_steps
@@ -58,9 +58,9 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
                         hint="make another plan, or profile the model that the plan is for")
     order = plan.order.over(Order.of(name, update_every=update_every))
     ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(profile.split(partition)).items()}
-    spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties)
     frozen = sum(layers.stop <= profile.frozen_layers for layers in ranges(partition))
-    built = with_frozen(spec.prepare(), frozen) if CsvFile.is_path(name) else _build(profile, spec, frozen)
+    built = freeze(_built(profile, order, plan.cut, microbatches, ties), frozen) if not CsvFile.is_path(name) else \
+        with_frozen(proved(described(order, plan.cut, microbatches, ties=ties)), frozen)
     split = bool(built.split_backwards)
     assignment = built.assignment
     shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
@@ -70,15 +70,14 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     return SimulatedPlan(_prediction(part, partition, recomputed, steps, lanes), steps.timeline)
 
 
-def _build(profile: Profile, spec: ScheduleSpec, frozen: int) -> Schedule:
+def _built(profile: Profile, order: Order, cut: Cut, microbatches: int, ties: Ties) -> Schedule:
     """Build a schedule that is simulated only, so without proof; a stream with a steady state in its middle."""
-    order, cut, registered = spec.order, spec.cut, RegisteredSchedule.named(spec.order.schedule)
-    placement = cut.placement or spec.placement(registered)
+    registered = RegisteredSchedule.named(order.schedule)
+    placement = placed(registered, order, cut)
     costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
-    one = build(order.schedule, placement, spec.microbatches, order.late.update_every, spec.ties, spec.recompute, costs,
+    one = build(order.schedule, placement, microbatches, order.late.update_every, ties, cut.recomputing, costs,
                 warmup=order.warmup, slices=order.slices or 1)
-    one = freeze(one, frozen)
-    return one if one.flush else lengthened(one, spec.recompute)
+    return one if one.flush else lengthened(one, cut.recomputing)
 
 
 def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],

@@ -8,7 +8,10 @@ from vpipe.description.cut import Cut, ties_between
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order
 from vpipe.errors import UserError
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.builder import reverse_backwards
+from vpipe.schedules.checker import check
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.prepare import described
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 
@@ -37,9 +40,16 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
         raise UserError(f"the executor is {execution.executor}, {refused[0]}", hint=refused[1])
     if model is not None:
         ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
-    schedule = ScheduleSpec(order, cut, microbatches, ranks, ties, needs_norms, execution.data is not None,
-                            last_first=execution.threaded, zero1=zero1,
-                            meshed=execution.mesh is not None).prepare(proved=proved)
+    schedule = described(order, cut, microbatches, ranks, ties, meshed=execution.mesh is not None)
+    if execution.threaded:
+        schedule = reverse_backwards(schedule)
+    if execution.data is not None and not schedule.flush:
+        raise UserError(f"'{schedule.name}' has no flush, but weights that fully_shard divides have one version",
+                        hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
+    # Without a flush a stage knows its norms by itself, unless each replica has a part of them.
+    schedule = lower(schedule, needs_norms and (schedule.flush or zero1), execution.data is not None, zero1)
+    if not proved:
+        check(schedule)
     if execution.backend is not None:
         from vpipe.runtime.compiled import check_compiled
 

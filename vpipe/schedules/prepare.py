@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment, passes
-from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
@@ -26,157 +26,150 @@ from vpipe.schedules.size import (
     widened,
 )
 
+Ties = Mapping[int, tuple[int, ...]]
+"""Stages that borrow a stage's tied weights, by owning stage."""
 
-@dataclass(frozen=True)
-class ScheduleSpec:
-    """Specify a schedule."""
 
-    order: Order  # the schedule
-    cut: Cut  # the stages of the whole model
-    microbatches: int  # per batch
-    processes: int | None = None  # how many there are; as many as the schedule has ranks when None
-    ties: Mapping[int, tuple[int, ...]] | None = None  # borrowing stages by owning stage
-    norm: bool = False  # clip gradients by the norm over all stages; without a flush, by that of each
-    sharded: bool = False  # the weights of stages are divided over lanes
-    last_first: bool = False  # run the backwards from the last microbatch to the first: builder.reverse_backwards
-    zero1: bool = False  # each replica of a stage steps a part of its parameters
-    meshed: bool = False  # the processes are those along a dimension of a mesh
+def described(order: Order, cut: Cut, microbatches: int, processes: int | None = None, ties: Ties | None = None, *,
+              meshed: bool = False) -> Schedule:
+    """Return the schedule that a description asks for, of compute actions; of a stream the part that proves it.
 
-    @property
-    def recompute(self) -> list[int]:
-        """The stages that recompute activations."""
-        return [stage for stage, layers in enumerate(self.cut.recomputed) if layers]
+    Args:
+        microbatches: per batch.
+        processes: how many there are; as many as the schedule has ranks when None.
+        meshed: the processes are those along a dimension of a mesh.
 
-    def prepare(self, *, proved: bool = False) -> Schedule:
-        """Return the schedule, lowered and proved, before any process is started.
-
-        Args:
-            proved: another process has proved the same schedule: it is built and lowered only.
-
-        Raises:
-            UserError: the numbers do not fit; :class:`~vpipe.errors.CheckError` when a rule is broken.
-        """
-        for name, value, most in (("stages", self.cut.count, MOST_STAGES), ("chunks", self.order.chunks, MOST_STAGES),
-                                  ("ranks", self.cut.ranks, MOST_RANKS),
-                                  ("microbatches", self.microbatches, MOST_MICROBATCHES),
-                                  ("slices", self.order.slices, MOST_MICROBATCHES),
-                                  ("update_every", self.order.late.update_every, MOST_MICROBATCHES)):
-            if isinstance(value, int) and value > most:  # before any list is made of them
-                raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
-        built = self._from_file() if CsvFile.is_path(self.order.schedule) else self._by_name(
-            RegisteredSchedule.named(self.order.schedule))
-        if self.sharded and not built.flush:
-            raise UserError(f"'{built.name}' has no flush, but weights that fully_shard divides have one version",
-                            hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
-        # Without a flush a stage knows its norms by itself, unless each replica has a part of them.
-        schedule = lower(built, self.norm and (built.flush or self.zero1), self.sharded, self.zero1)
-        if not proved:
-            check(schedule)
-        return schedule
-
-    def _by_name(self, registered: RegisteredSchedule) -> Schedule:
-        registered.check_chunks(self.order.chunks)
-        slices = self.order.slices or 1
-        registered.check_slices(slices)
-        placement = self.cut.placement or self.placement(registered)
-        self._check_ranks(placement)
-        if self.order.warmup is not None:
-            registered.check_warmup(list(map(len, placement)), self.order.warmup)
-        warmup = self.order.warmup if registered.any_warmup else None
-        views = replica_views(registered, placement, self.microbatches, self.order.late.update_every, warmup)
-        size = views[placement[0][0]].size
-        every = None if registered.flush else size.update_every
-        deepest = max(view.warmup for view in views) + 1
-        to_prove = self.microbatches if every is None else _part_of_stream(placement, size, deepest)
-        ranks, widest = {rank for group in placement for rank in group}, max(map(len, placement))
-        check_work(len(ranks), to_prove * slices, passes(placement, placement[0][0]), replicated=widest > 1,
-                   why="" if every is None else f", which prove a stream of '{registered.name}',")
-        schedule = build(self.order.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup,
-                         slices=slices)
-        return reverse_backwards(schedule) if self.last_first else schedule
-
-    def placement(self, registered: RegisteredSchedule) -> Placement:
-        """Return the schedule's own placement of so many stages, for a cut that does not list their ranks."""
-        stages, chunks, replicas, processes = self.cut.count, self.order.chunks, self.cut.replicas, self.processes
-        if processes is not None and processes % replicas:
-            raise UserError(f"{counted(processes, 'process')} for {counted(replicas, 'replica')} of the pipeline",
-                            hint=f"start a multiple of {counted(replicas, 'process')}")
-        if chunks is None:
-            fitting = registered.any_chunks and processes is not None and stages % (processes // replicas) == 0
-            chunks = stages // (processes // replicas) if fitting and processes else registered.chunks
-        ranks, left = divmod(stages, chunks)
-        if left:
-            low, high = ranks * chunks, (ranks + 1) * chunks
-            raise UserError(f"'{registered.name}' holds {chunks} stages on each rank, which do not divide "
-                            f"{counted(stages, 'stage')}",
-                            hint=f"use {f'{low} or ' if low else ''}{high} stages")
-        if ranks * replicas > MOST_RANKS:
-            raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
-                            hint=f"use {MOST_RANKS:,} ranks at most")
-        return widened(registered.placement(ranks, chunks), replicas)
-
-    def _check_ranks(self, placement: Placement) -> None:
-        used = sorted({rank for ranks in placement for rank in ranks})
-        given = [list(ranks) for ranks in placement]
-        if empty := [stage for stage, ranks in enumerate(placement) if not ranks]:
-            raise UserError(f"the placement {given} gives stage {empty[0]} no rank",
-                            hint="list the ranks of every stage, at least one")
-        if len(placement) != self.cut.count:
-            raise UserError(f"the placement {given} is one of {counted(len(placement), 'stage')}, but there are "
-                            f"{self.cut.count}", hint="list the ranks of every stage")
-        if used[0] < 0:
-            raise UserError(f"the placement {given} names rank {used[0]}", hint="number the ranks from 0 without a gap")
-        if (missing := first_missing(used)) < used[-1]:
-            raise UserError(f"the placement {given} names ranks up to {used[-1]}, but never rank {missing}",
-                            hint="number the ranks from 0 without a gap")
-        for rank in used if self.order.chunks is not None else ():
-            if self.order.chunks != (count := passes(placement, rank)):
-                raise UserError(f"chunks is {self.order.chunks}, but the placement puts {counted(count, 'stage')} on "
-                                f"rank {rank}", hint="leave chunks out: it follows from the placement")
-        if self.processes in (None, len(used)):
-            return
-        count = self.processes or 0
-        processes, start = counted(count, "process"), f"start {counted(len(used), 'process')}"
-        if self.meshed:
-            processes = f"{counted(count, 'rank')} along 'pp' of the mesh"
-            start = f"give 'pp' {counted(len(used), 'rank')}"
-        widths = [len(ranks) for ranks in placement]
-        if max(widths) > 1:
-            raise UserError(f"{processes} for {counted(len(used), 'rank')}: the stages have "
-                            f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
-        per_rank = self.cut.count // len(used)
-        more = "" if self.meshed or count % len(used) else (
-            "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has "
-            f"{counted(len(used), 'rank')}")
-        raise UserError(f"{processes} for {counted(self.cut.count, 'stage')}, of which '{self.order.schedule}' holds "
-                        f"{per_rank} on each rank",
-                        hint=f"{start}, or cut the model into {counted(count * per_rank, 'stage')}{more}")
-
-    def _from_file(self) -> Schedule:
-        file, update_every = self.order.schedule, self.order.late.update_every
-        schedule = replace(CsvFile.read(file).schedule, slices=self.order.slices or 1)
-        for word, asked, there in (("stages", self.cut.count, schedule.stages),
-                                   ("microbatches" if schedule.slices == 1 else "slices",
-                                    self.microbatches * schedule.slices, schedule.microbatches),
-                                   ("microbatches per update", update_every or schedule.update_every,
-                                    schedule.update_every)):
-            if asked != there:
-                raise UserError(f"'{file}' is a schedule of {there} {word}, not {asked}",
-                                hint=f"use {there} {word}, or another schedule")
-        check_no_warmup(file, self.order.warmup)
-        if self.cut.replicas > 1:
-            raise UserError(f"{self.cut.replicas} replicas of the pipeline, but '{file}' says which ranks "
-                            "there are", hint="leave the replicas out, or take a schedule by its name")
-        if self.cut.placement not in (None, schedule.placement):
-            raise UserError(f"'{file}' places the stages as {[list(r) for r in schedule.placement]}, not as "
-                            f"{[list(r) for r in self.cut.placement or ()]}", hint="leave the placement out")
-        self._check_ranks(schedule.placement)
+    Raises:
+        UserError: the numbers do not fit each other or the schedule.
+    """
+    for name, value, most in (("stages", cut.count, MOST_STAGES), ("chunks", order.chunks, MOST_STAGES),
+                              ("ranks", cut.ranks, MOST_RANKS), ("microbatches", microbatches, MOST_MICROBATCHES),
+                              ("slices", order.slices, MOST_MICROBATCHES),
+                              ("update_every", order.late.update_every, MOST_MICROBATCHES)):
+        if isinstance(value, int) and value > most:  # before any list is made of them
+            raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
+    if CsvFile.is_path(order.schedule):
+        schedule = _from_file(order, cut, microbatches)
+        _check_ranks(schedule.placement, order, cut, processes, meshed)
         if schedule.microbatches % schedule.assignment.per_step:
-            raise UserError(f"'{file}' has {schedule.microbatches} microbatches, but its stages make whole "
+            raise UserError(f"'{order.schedule}' has {schedule.microbatches} microbatches, but its stages make whole "
                             f"updates together only every {schedule.assignment.per_step}",
                             hint=f"use a multiple of {schedule.assignment.per_step} microbatches")
-        compute = replace(schedule, ties=dict(self.ties or {})).compute_only()
-        return compute.with_programs([list(with_recompute(program, self.recompute)) for program in compute.programs])
+        compute = replace(schedule, ties=dict(ties or {})).compute_only()
+        return compute.with_programs([list(with_recompute(program, cut.recomputing)) for program in compute.programs])
+    registered = RegisteredSchedule.named(order.schedule)
+    registered.check_chunks(order.chunks)
+    slices = order.slices or 1
+    registered.check_slices(slices)
+    placement = placed(registered, order, cut, processes)
+    _check_ranks(placement, order, cut, processes, meshed)
+    if order.warmup is not None:
+        registered.check_warmup(list(map(len, placement)), order.warmup)
+    warmup = order.warmup if registered.any_warmup else None
+    views = replica_views(registered, placement, microbatches, order.late.update_every, warmup)
+    size, why = views[placement[0][0]].size, ""
+    if not registered.flush:
+        microbatches = _part_of_stream(placement, size, max(view.warmup for view in views) + 1)
+        why = f", which prove a stream of '{registered.name}',"
+    check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
+               replicated=max(map(len, placement)) > 1, why=why)
+    return build(order.schedule, placement, microbatches, None if registered.flush else size.update_every, ties,
+                 cut.recomputing, warmup=warmup, slices=slices)
+
+
+def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: int | None = None) -> Placement:
+    """Return the ranks of every stage: those that the cut lists, or as the schedule places so many stages."""
+    if cut.placement is not None:
+        return cut.placement
+    stages, chunks, replicas = cut.count, order.chunks, cut.replicas
+    if processes is not None and processes % replicas:
+        raise UserError(f"{counted(processes, 'process')} for {counted(replicas, 'replica')} of the pipeline",
+                        hint=f"start a multiple of {counted(replicas, 'process')}")
+    if chunks is None:
+        fitting = registered.any_chunks and processes is not None and stages % (processes // replicas) == 0
+        chunks = stages // (processes // replicas) if fitting and processes else registered.chunks
+    ranks, left = divmod(stages, chunks)
+    if left:
+        low, high = ranks * chunks, (ranks + 1) * chunks
+        raise UserError(f"'{registered.name}' holds {chunks} stages on each rank, which do not divide "
+                        f"{counted(stages, 'stage')}",
+                        hint=f"use {f'{low} or ' if low else ''}{high} stages")
+    if ranks * replicas > MOST_RANKS:
+        raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
+                        hint=f"use {MOST_RANKS:,} ranks at most")
+    return widened(registered.placement(ranks, chunks), replicas)
+
+
+def _check_ranks(placement: Placement, order: Order, cut: Cut, processes: int | None, meshed: bool) -> None:
+    """Refuse a placement whose ranks are not numbered, or are others than the processes."""
+    used = sorted({rank for ranks in placement for rank in ranks})
+    given = [list(ranks) for ranks in placement]
+    if empty := [stage for stage, ranks in enumerate(placement) if not ranks]:
+        raise UserError(f"the placement {given} gives stage {empty[0]} no rank",
+                        hint="list the ranks of every stage, at least one")
+    if len(placement) != cut.count:
+        raise UserError(f"the placement {given} is one of {counted(len(placement), 'stage')}, but there are "
+                        f"{cut.count}", hint="list the ranks of every stage")
+    if used[0] < 0:
+        raise UserError(f"the placement {given} names rank {used[0]}", hint="number the ranks from 0 without a gap")
+    if (missing := first_missing(used)) < used[-1]:
+        raise UserError(f"the placement {given} names ranks up to {used[-1]}, but never rank {missing}",
+                        hint="number the ranks from 0 without a gap")
+    for rank in used if order.chunks is not None else ():
+        if order.chunks != (count := passes(placement, rank)):
+            raise UserError(f"chunks is {order.chunks}, but the placement puts {counted(count, 'stage')} on "
+                            f"rank {rank}", hint="leave chunks out: it follows from the placement")
+    if processes in (None, len(used)):
+        return
+    count = processes or 0
+    there, start = counted(count, "process"), f"start {counted(len(used), 'process')}"
+    if meshed:
+        there = f"{counted(count, 'rank')} along 'pp' of the mesh"
+        start = f"give 'pp' {counted(len(used), 'rank')}"
+    widths = [len(ranks) for ranks in placement]
+    if max(widths) > 1:
+        raise UserError(f"{there} for {counted(len(used), 'rank')}: the stages have "
+                        f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
+    per_rank = cut.count // len(used)
+    more = "" if meshed or count % len(used) else (
+        "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has "
+        f"{counted(len(used), 'rank')}")
+    raise UserError(f"{there} for {counted(cut.count, 'stage')}, of which '{order.schedule}' holds "
+                    f"{per_rank} on each rank",
+                    hint=f"{start}, or cut the model into {counted(count * per_rank, 'stage')}{more}")
+
+
+def _from_file(order: Order, cut: Cut, microbatches: int) -> Schedule:
+    """Read a schedule, and refuse other numbers than it has."""
+    file, update_every = order.schedule, order.late.update_every
+    schedule = replace(CsvFile.read(file).schedule, slices=order.slices or 1)
+    for word, asked, there in (("stages", cut.count, schedule.stages),
+                               ("microbatches" if schedule.slices == 1 else "slices",
+                                microbatches * schedule.slices, schedule.microbatches),
+                               ("microbatches per update", update_every or schedule.update_every,
+                                schedule.update_every)):
+        if asked != there:
+            raise UserError(f"'{file}' is a schedule of {there} {word}, not {asked}",
+                            hint=f"use {there} {word}, or another schedule")
+    check_no_warmup(file, order.warmup)
+    if cut.replicas > 1:
+        raise UserError(f"{cut.replicas} replicas of the pipeline, but '{file}' says which ranks "
+                        "there are", hint="leave the replicas out, or take a schedule by its name")
+    if cut.placement not in (None, schedule.placement):
+        raise UserError(f"'{file}' places the stages as {[list(r) for r in schedule.placement]}, not as "
+                        f"{[list(r) for r in cut.placement or ()]}", hint="leave the placement out")
+    return schedule
+
+
+def proved(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: bool = False) -> Schedule:
+    """Return a schedule of compute actions lowered (:func:`~.lowering.lower`), once the checker has proved it.
+
+    Raises:
+        CheckError: a rule is broken.
+    """
+    lowered = lower(schedule, norm, sharded, zero1)
+    check(lowered)
+    return lowered
 
 
 def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]] | None = None) -> Schedule:
@@ -194,9 +187,7 @@ def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]
         frozen = 0
     if not frozen and kept == lowered.ties:
         return lowered
-    schedule = lower(replace(freeze(lowered.compute_only(), frozen), ties=kept), at.normed, at.sharded, at.zero1)
-    check(schedule)
-    return schedule
+    return proved(replace(freeze(lowered.compute_only(), frozen), ties=kept), at.normed, at.sharded, at.zero1)
 
 
 def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
