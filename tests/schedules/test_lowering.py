@@ -13,11 +13,11 @@ from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build, replica_views, stream_program
+from vpipe.schedules.loads import StreamVersions
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, Placement
-from vpipe.schedules.versions import StreamVersions
 
 
 def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,

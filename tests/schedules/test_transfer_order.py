@@ -15,13 +15,14 @@ from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build, build_evaluation, replica_views, reverse_backwards, stream_program
 from vpipe.schedules.checker import check
+from vpipe.schedules.graph import other_ends
+from vpipe.schedules.loads import StreamVersions
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Assignment, Schedule
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Layout, Placement, widened
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
-from vpipe.schedules.versions import StreamVersions
 from vpipe.testing import orders
 
 Transfer = tuple[Action, int, int]
@@ -83,9 +84,9 @@ class SerialDevices:
         if action.op.transfer is None:
             together = [(action, -2, rank)] if self.lanes > 1 else []
             return [*together, (action, -1, lane)] if action.op is Op.REDUCE else together
+        sends = other_ends(self.deps.setting, action, rank)
         if action.op.sends:
-            return [(action, number, first + peer) for _, peer in self.deps.other_ends(action, rank) if peer != rank]
-        sends = self.deps.other_ends(action, rank)
+            return [(action, number, first + peer) for _, peer in sends if peer != rank]
         if action.op is Op.RECV_G:  # once for each of its senders
             place = self.received_tied.setdefault((action, number), 0)
             self.received_tied[action, number] += 1
@@ -101,7 +102,7 @@ class SerialDevices:
         lane, rank = divmod(number, self.schedule.ranks)
         first = number - rank
         found = [((send, first + peer, number), number) for receive in self._receives(action, rank)
-                 for send, peer in self.deps.other_ends(receive, rank) if peer != rank]
+                 for send, peer in other_ends(self.deps.setting, receive, rank) if peer != rank]
         if action.op in (Op.NORM, Op.STEP) and self.schedule.assignment.width(action.stage) > 1:
             found.append(((Action(Op.REDUCE, action.stage, action.microbatch), -1, lane), number))
         if action.op is Op.STEP and self.deps.setting.normed:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from vpipe.errors import counted
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
-from vpipe.schedules.graph import Spot, execute
+from vpipe.schedules.graph import Spot, execute, other_ends
 from vpipe.schedules.kinds import (
     EXCHANGED,
     MICROBATCH,
@@ -27,10 +27,9 @@ from vpipe.schedules.kinds import (
     Needed,
     Value,
 )
-from vpipe.schedules.loads import count_of, moments, stage_loads
+from vpipe.schedules.loads import VersionRegister, count_of, moments, stage_loads
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.transfer_order import in_one_order
-from vpipe.schedules.versions import VersionRegister
 
 
 def check(schedule: Schedule) -> None:
@@ -170,7 +169,7 @@ def matching(schedule: Schedule) -> None:
     for action, (rank, position) in schedule.actions():
         if action.op.transfer is None:
             continue
-        partners = graph.other_ends(action, rank)
+        partners = other_ends(schedule.setting, action, rank)
         if not partners:
             raise schedule.error(f"{action} on rank {rank} has no other rank at its other end",
                                  "transfer only between stages on different ranks", (rank, position))
@@ -253,7 +252,7 @@ def channel_order(schedule: Schedule) -> None:
         if action.op.transfer is None or not action.op.sends:
             continue
         tie = action.stage if action.op.transfer.value.handed_over else -1
-        for receive, peer in graph.other_ends(action, spot[0]):
+        for receive, peer in other_ends(schedule.setting, action, spot[0]):
             if peer != spot[0]:  # on one rank tied weights change hands in any order
                 place = graph.position(receive, peer) or 0
                 channels[spot[0], peer, action.op, tie].append((place, action, spot))

@@ -93,10 +93,6 @@ class Graph:
                 return position
         return None
 
-    def other_ends(self, transfer: Action, rank: int) -> list[OnRank]:
-        """Return the other ends of a send or a receive; see :func:`other_ends`."""
-        return other_ends(self.setting, transfer, rank)
-
     def maker(self, value: Value, stage: int, index: int, rank: int, before: int | None = None) -> Action | None:
         """Return the action that makes a value on a rank, whether or not it is there; None where none has to.
 
@@ -147,7 +143,7 @@ class Graph:
         """
         op, setting = action.op, self.setting
         if op.transfer is not None:
-            return [other for other in self.other_ends(action, rank) if other[1] != rank] \
+            return [other for other in other_ends(self.setting, action, rank) if other[1] != rank] \
                 if rendezvous and op.sends else []
         found: list[OnRank] = []
         for value, stage, index in op.needs(setting, action.stage, action.index, rank):

@@ -1,11 +1,12 @@
-"""Follow what a program holds, action by action: activations, weight halves, weight versions, and their size.
+"""Follow what a program uses and holds, action by action: weight versions, activations, weight halves, and their size.
 
-What an action takes, leaves and frees stands in the row of its kind (:mod:`vpipe.schedules.kinds`).
+What an action takes, leaves and frees stands in the row of its kind (:mod:`vpipe.schedules.kinds`). A step makes the
+next weight version, and a USE chooses the one that the following forwards use. Without any that is the latest.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,12 +15,69 @@ from itertools import islice
 from typing import NamedTuple
 
 from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.kinds import RECOMPUTED, UPDATED, Needed, Value
-from vpipe.schedules.versions import VersionRegister
 
 Size = Callable[[Value, int, int], Number]
 """The size of a value of a stage and an index while it is held."""
+
+_REMEMBERED = 4096
+"""Microbatches whose versions are remembered: far more than are ever in flight."""
+
+
+@dataclass(slots=True)
+class VersionRegister:
+    """The versions of a stage on one rank: the number of the latest, 0 at first, and the chosen one."""
+
+    latest: int = 0
+    chosen: int | None = None
+
+    @property
+    def in_use(self) -> int:
+        return self.latest if self.chosen is None else self.chosen
+
+    def follow(self, action: Action) -> None:
+        """Take note of an action of the stage."""
+        if action.op.makes_version:
+            self.latest += 1
+        elif action.op.chooses:
+            self.chosen = action.index
+
+
+def versions_used(program: Iterable[Action]) -> Iterator[tuple[int, int, int]]:
+    """Yield the stage and microbatch of every forward, with the weight version that it uses."""
+    registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
+    for action in program:
+        if action.op.uses_version:
+            yield action.stage, action.index, registers[action.stage].in_use
+        elif action.op.touches_versions:
+            registers[action.stage].follow(action)
+
+
+class StreamVersions:
+    """Look up the versions that microbatches use in programs that are read no further than necessary.
+
+    Args:
+        compute: returns the compute program of a rank, from its beginning.
+    """
+
+    def __init__(self, assignment: Assignment, compute: Callable[[int], Iterable[Action]]) -> None:
+        self._assignment, self._compute = assignment, compute
+        self._coming: dict[int, Iterator[tuple[int, int, int]]] = {}  # by rank
+        self._used: dict[tuple[int, int], int] = {}  # by stage and microbatch
+
+    def of(self, stage: int, microbatch: int) -> int:
+        """Return the version that the forward of a microbatch uses."""
+        rank = self._assignment.rank_of(stage, microbatch)
+        while (stage, microbatch) not in self._used:
+            if rank not in self._coming:
+                self._coming[rank] = versions_used(self._compute(rank))
+            other, number, version = next(self._coming[rank])
+            self._used[other, number] = version
+            if len(self._used) > _REMEMBERED:
+                del self._used[next(iter(self._used))]
+        return self._used[stage, microbatch]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import zlib
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
 from vpipe.schedules.graph import Graph, Spot
 from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, SAVED, Value
-from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations
+from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations, versions_used
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import (
     MOST_ACTIONS,
@@ -27,7 +26,6 @@ from vpipe.schedules.size import (
     check_work,
     default_warmup,
 )
-from vpipe.schedules.versions import VersionRegister
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many
@@ -156,15 +154,8 @@ class Schedule:
     @cached_property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
         """By stage and microbatch, the weight version that the forward uses."""
-        found: dict[tuple[int, int], int] = {}
-        for program in self.programs:
-            registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
-            for action in program:
-                if action.op.uses_version:
-                    found[action.stage, action.index] = registers[action.stage].in_use
-                elif action.op.touches_versions:
-                    registers[action.stage].follow(action)
-        return found
+        return {(stage, microbatch): version for program in self.programs
+                for stage, microbatch, version in versions_used(program)}
 
     def meaning(self, kind: Kind) -> str:
         """Return what ranks must have in common to mean the same by a kind: its row, and what its actions here need."""

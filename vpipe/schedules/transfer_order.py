@@ -56,7 +56,7 @@ class _ReceivePlacement:
         self._places: dict[Action, tuple[Channel, int]] = {}
         for action, (rank, _) in schedule.actions():
             if action.op.sends and action.op.per_microbatch:
-                for receive, peer in self._graph.other_ends(action, rank):
+                for receive, peer in other_ends(schedule.setting, action, rank):
                     channel = rank, peer, action.op
                     self._places[receive] = channel, len(self._orders[channel])
                     self._orders[channel].append(receive)
