@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vpipe.description.cut import Cut, ties_between
@@ -54,4 +55,4 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
         from vpipe.runtime.compiled import check_compiled
 
         check_compiled(execution.backend, schedule)
-    return schedule
+    return replace(schedule)  # without its graph, which takes more memory than the actions

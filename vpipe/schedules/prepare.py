@@ -187,7 +187,8 @@ def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]
         frozen = 0
     if not frozen and kept == lowered.ties:
         return lowered
-    return proved(replace(freeze(lowered.compute_only(), frozen), ties=kept), at.normed, at.sharded, at.zero1)
+    schedule = proved(replace(freeze(lowered.compute_only(), frozen), ties=kept), at.normed, at.sharded, at.zero1)
+    return replace(schedule)  # without its graph
 
 
 def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
