@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -11,18 +12,16 @@ from hypothesis import strategies as st
 from proved import prove
 
 from vpipe.errors import CheckError, UserError
+from vpipe.runtime.interpreter import RankPrograms
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.assignment import stages_of_rank
-from vpipe.schedules.builder import build, build_evaluation, replica_views, reverse_backwards, stream_program
+from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
 from vpipe.schedules.checker import check
-from vpipe.schedules.graph import other_ends
-from vpipe.schedules.loads import StreamVersions
-from vpipe.schedules.lowering import Lowering, lower
+from vpipe.schedules.graph import Flow, other_ends
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Assignment, Schedule
-from vpipe.schedules.setting import Setting
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, Placement, widened
-from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
+from vpipe.schedules.transfer_order import in_one_order, post_in_time
 from vpipe.testing import orders
 
 Transfer = tuple[Action, int, int]
@@ -286,19 +285,10 @@ def test_actions_keep_their_order_and_only_receives_move() -> None:
         assert sorted(map(str, before)) == sorted(map(str, after))
 
 
-def lazily(name: str, placement: Placement, microbatches: int, rank: int, warmup: Sequence[int]) -> list[Action]:
-    """The actions of a rank of a stream that is ordered while it comes, as the engine does it."""
-    recipe = RegisteredSchedule.named(name)
-    found = replica_views(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None, warmup)
-    assignment = Assignment(placement, found[0].size.update_every, False, lambda number: number < microbatches)
-    ties = {0: (len(placement) - 1,)}
-    lowered = [Lowering(assignment, each, lambda of: stream_program(
-        recipe, found[of], assignment, stages_of_rank(placement, of)), ties, warmup=warmup)
-        for each in range(len(found))]
-    versions = StreamVersions(assignment, lambda of: stream_program(recipe, found[of], assignment,
-                                                                stages_of_rank(placement, of)))
-    order = TransferOrder(Setting(assignment, ties, versions.of), [one.program() for one in lowered], ranks=[rank])
-    return list(order.program(rank))
+def of_stream(schedule: Schedule, rank: int, has_microbatch: Callable[[int], bool]) -> Iterator[Action]:
+    """The actions of a rank of a stream that is ordered while it comes."""
+    programs = RankPrograms(schedule, [], ordered=True)
+    return programs.for_stream(replace(schedule.assignment, has_microbatch=has_microbatch))(rank).actions
 
 
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
@@ -307,30 +297,44 @@ def lazily(name: str, placement: Placement, microbatches: int, rank: int, warmup
     (((0,), (1,), (2,)), (5, 3, 0)), (((0, 1), (2,)), (3, 0))])
 def test_a_stream_is_ordered_as_the_same_schedule_of_known_length(name: str, placement: Placement,
                                                                   warmup: tuple[int, ...]) -> None:
-    """Every rank orders the whole stream by itself, as far as it has come: all must find the same order."""
-    microbatches = 24
-    every = replica_views(RegisteredSchedule.named(name), placement, 4 * len(placement),
-                          1 if name == "pipedream" else None,
-                          warmup)[0].size
-    whole = ordered(prove(name, placement, microbatches, every.update_every, {0: (len(placement) - 1,)}, warmup=warmup))
-    for rank, program in enumerate(whole.programs):
-        assert lazily(name, placement, microbatches, rank, warmup) == list(program)
+    """Every rank orders the stream by itself, without those of others once it repeats: all must find the same order."""
+    every = 1 if name == "pipedream" else max(warmup) + 1
+    proved, whole = (prove(name, placement, steps * every * max(map(len, placement)), every, {0: (len(placement) - 1,)},
+                           warmup=warmup) for steps in (32, 75))
+    for rank, program in enumerate(ordered(whole).programs):
+        assert list(of_stream(proved, rank, lambda number: number < whole.microbatches)) == list(program)
 
 
 def test_a_stream_asks_for_no_microbatch_much_before_it_comes() -> None:
     asked: list[int] = []
-    placement = ((0,), (1,), (2,))
-    recipe = RegisteredSchedule.named("pipedream")
-    found = replica_views(recipe, placement, 12, 1)
 
     def exists(number: int) -> bool:
         asked.append(number)
         return True
 
-    assignment = Assignment(placement, 1, False, exists)
-    lowered = [Lowering(assignment, each, lambda of: stream_program(recipe, found[of], assignment, [of]), {})
-               for each in range(3)]
-    order = TransferOrder(Setting(assignment), [one.program() for one in lowered], ranks=[2])
-    for action in islice(order.program(2), 200):
+    placement = ((0,), (1,), (2,))
+    for action in islice(of_stream(prove("pipedream", placement, 12), 2, exists), 200):
         if action.op is Op.FORWARD:
             assert max(asked) <= action.microbatch + len(placement)
+
+
+def test_a_stream_that_repeats_follows_the_other_ranks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    carried_out: list[Action] = []
+    follow = Flow.follow
+
+    def following(flow: Flow, action: Action, rank: int) -> Sequence[int]:
+        carried_out.append(action)
+        return follow(flow, action, rank)
+
+    monkeypatch.setattr(Flow, "follow", following)
+    schedule = prove("pipedream", tuple((rank,) for rank in range(8)), 32)
+    assert len(list(islice(of_stream(schedule, 0, lambda number: True), 10_000))) == 10_000
+    assert len(carried_out) < 2_000, "all ranks carry out 80,000"
+
+
+def test_a_stream_that_does_not_repeat_is_refused() -> None:
+    schedule = prove("pipedream", ((0,), (1,)), 8)
+    programs = RankPrograms(schedule, [], ordered=True)
+    programs.for_stream(schedule.assignment)(0)
+    with pytest.raises(UserError, match="rank 0 comes to 0B0 where 0F0 is due"):
+        list(programs._orders[0].program(lambda number: True, iter([Action.backward(0, 0)])))

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -26,8 +27,8 @@ from vpipe.schedules.loads import StreamVersions
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.setting import TiedVersionOf
-from vpipe.schedules.transfer_order import TransferOrder, in_one_order
+from vpipe.schedules.setting import Setting, TiedVersionOf
+from vpipe.schedules.transfer_order import StreamOrder, TransferOrder, in_one_order
 
 MIDDLE = "the middle of an update: its stages are at different versions"
 
@@ -54,6 +55,7 @@ class RankPrograms:
         self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
         self._split = schedule.split_backwards
         self._versions = schedule.versions_used
+        self._orders: dict[int, StreamOrder] = {}  # by rank
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
     def for_batch(self, rank: int) -> RankProgram:
@@ -68,31 +70,46 @@ class RankPrograms:
         The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
         on those that never come are left out.
         """
-        split, placement = {stage for stage, _ in self._split}, self._schedule.placement
-        registered = RegisteredSchedule.named(self._schedule.name)
-        views = replica_views(registered, placement, self._schedule.microbatches, assignment.update_every,
-                              self._schedule.warmup)
+        split = {stage for stage, _ in self._split}
+        lowered, setting = self._lowered_stream(assignment)
+
+        def program(rank: int) -> RankProgram:
+            actions = lowered(rank)
+            if self._ordered and all(kind.is_own for kind in self._schedule.kinds):
+                if rank not in self._orders:  # the programs repeat behind a quarter of what is proved: checker.check
+                    self._orders[rank] = StreamOrder(partial(self._ordered_stream, rank), self._schedule.assignment,
+                                                     rank, settled=self._schedule.microbatches // 4)
+                actions = self._orders[rank].program(assignment.has_microbatch, actions)
+            elif self._ordered:  # what packages add may repeat later than steps do
+                actions = self._ordered_stream(rank, assignment).program(rank)
+            return RankProgram(actions, setting.tied_version_of, lambda stage, microbatch: stage in split)
+
+        return program
+
+    def _lowered_stream(self, assignment: Assignment) -> tuple[Callable[[int], Iterator[Action]], Setting]:
+        """Return what gives the lowered program of a rank in a stream, and the setting of the stream."""
+        schedule, placement = self._schedule, self._schedule.placement
+        registered = RegisteredSchedule.named(schedule.name)
+        views = replica_views(registered, placement, schedule.microbatches, assignment.update_every, schedule.warmup)
 
         def compute(rank: int) -> Iterator[Action]:
             program = stream_program(registered, views[rank], assignment, stages_of_rank(placement, rank),
                                      self._recompute)
             return without_backwards(program, assignment.frozen)
 
-        ties, versions = self._schedule.ties, StreamVersions(assignment, compute)
-        setting = replace(self._schedule.setting, assignment=assignment, tied_version_of=versions.of)
+        setting = replace(schedule.setting, assignment=assignment,
+                          tied_version_of=StreamVersions(assignment, compute).of)
 
         def lowered(rank: int) -> Iterator[Action]:
-            return Lowering(assignment, rank, compute, ties, setting.normed, self._schedule.warmup,
+            return Lowering(assignment, rank, compute, schedule.ties, setting.normed, schedule.warmup,
                             zero1=setting.zero1).program()
 
-        def program(rank: int) -> RankProgram:
-            actions = lowered(rank)
-            if self._ordered:
-                every = range(self._schedule.ranks)
-                actions = TransferOrder(setting, list(map(lowered, every)), ranks=[rank]).program(rank)
-            return RankProgram(actions, versions.of, lambda stage, microbatch: stage in split)
+        return lowered, setting
 
-        return program
+    def _ordered_stream(self, rank: int, assignment: Assignment) -> TransferOrder:
+        """Return the common order of the transfers of a stream, for a rank."""
+        lowered, setting = self._lowered_stream(assignment)
+        return TransferOrder(setting, list(map(lowered, range(self._schedule.ranks))), ranks=[rank])
 
     def for_evaluation(self, microbatches: int) -> Callable[[int], RankProgram]:
         """Return a function that gives a rank its program of an evaluation: forwards through all stages."""
