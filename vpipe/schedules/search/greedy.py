@@ -16,7 +16,6 @@ from heapq import heappop, heappush
 from vpipe.schedules.action import Action, Kind, Op, step
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED
-from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
 Turn = tuple[Kind, int]
@@ -76,7 +75,7 @@ class OrderedWork:
         self.ranks = max(self.rank_of) + 1
         self.stages_of = [[stage for stage, rank in enumerate(self.rank_of) if rank == wanted]
                           for wanted in range(self.ranks)]
-        stages, last = costs.stages, len(placement) - 1
+        stages = costs.stages
         self.forward_s = [float(cost.forward_s) for cost in stages]
         self.input_s = [float(cost.input_s + cost.recompute_s) for cost in stages]
         self.weight_s = [float(cost.weight_s) for cost in stages]
@@ -91,8 +90,12 @@ class OrderedWork:
                                                    for stage in here)
                        for step_s, here in zip(self.step_s, self.stages_of, strict=True)]
 
-        self.fed_by, self.feeds = _feeds(placement)
-        self.transfer_s = {op: [self._transfer_s(costs, op, stage) for stage in range(last + 1)] for op in self.feeds}
+        # A microbatch goes through forwards and input halves in the only order in which it can: each feeds the next.
+        numbers = range(len(placement))
+        turns = [(Op.FORWARD, stage) for stage in numbers] + [(Op.INPUT, stage) for stage in reversed(numbers)]
+        self.feeds: dict[Turn, Turn | None] = dict(zip(turns, [*turns[1:], None], strict=True))
+        self.transfer_s = {op: [self._transfer_s(costs, op, stage) for stage in numbers]
+                           for op in (Op.FORWARD, Op.INPUT)}
         self.down_s, self.up_s = self.transfer_s[Op.FORWARD], self.transfer_s[Op.INPUT]
         # A forward leaves room for the later stages of its rank; without it these could wait for ever.
         self.later = [sum(other > stage for other in self.stages_of[rank]) for stage, rank in enumerate(self.rank_of)]
@@ -102,9 +105,9 @@ class OrderedWork:
         """Return the seconds from the end of an action until what it feeds can begin."""
         sizes = [value.carrier.transfer.bytes(costs.stages[stage]) for value, _ in op.makes
                  if value.carrier is not None and value.carrier.transfer is not None]
-        target = next((self.rank_of[fed] for _, fed in self.feeds[op][stage]), self.rank_of[stage])
-        same = target == self.rank_of[stage]
-        return 0.0 if same else float(costs.link(self.rank_of[stage], target).transfer_s(sizes[0]))
+        source, fed = self.rank_of[stage], self.feeds[op, stage]
+        target = source if fed is None else self.rank_of[fed[1]]
+        return 0.0 if target == source else float(costs.link(source, target).transfer_s(sizes[0]))
 
     def _room(self, stages: Sequence[int], held: int = -1) -> float:
         """Return the bytes that one microbatch needs on ``stages`` of a rank after stage ``held``, not split."""
@@ -139,27 +142,6 @@ class OrderedWork:
         return self._room(self.stages_of[rank]) + self.versions_bytes[rank]
 
 
-def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, list[list[Turn]]]]:
-    """Return what each forward and input half waits for longest, and by kind and stage what waits for it so.
-
-    One microbatch goes through the graph of its actions, in the only order in which it can.
-    """
-    stages = range(len(placement))
-    turns = [(Op.FORWARD, stage) for stage in stages] + [(Op.INPUT, stage) for stage in reversed(stages)]
-    programs: list[list[Action]] = [[] for _ in range(1 + max(rank for rank, *_ in placement))]
-    for op, stage in turns:
-        programs[placement[stage][0]].append(Action(op, stage, 0))
-    graph = Schedule("turns", placement, tuple(map(tuple, programs)), 1, 1, True, (), (), {}).graph
-    fed_by: dict[Turn, Turn | None] = {}
-    for turn in turns:
-        action, rank = Action(*turn, 0), placement[turn[1]][0]
-        before = [*graph.before(action, graph.where[action][0]),
-                  *(awaited for awaited, _ in graph.awaited(action, rank, rendezvous=False))]
-        fed_by[turn] = max(((each.op, each.stage) for each in before), key=turns.index, default=None)
-    return fed_by, {op: [[turn for turn, maker in fed_by.items() if maker == (op, stage)] for stage in stages]
-                    for op in (Op.FORWARD, Op.INPUT)}
-
-
 class GreedyRun:
     """One run of list scheduling, of ``work`` by ``rules``."""
 
@@ -167,8 +149,8 @@ class GreedyRun:
         self._work, self._rules = work, rules
         stages, ranks = len(work.rank_of), work.ranks
         # Known arrival times of what the next forwards and input halves wait for.
-        self._inputs, self._gradients = ([[0.0] * work.microbatches if work.fed_by[op, stage] is None else []
-                                          for stage in range(stages)] for op in (Op.FORWARD, Op.INPUT))
+        self._inputs: list[list[float]] = [[0.0] * work.microbatches, *([] for _ in range(stages - 1))]
+        self._gradients: list[list[float]] = [[] for _ in range(stages)]
         self._arrivals = {Op.FORWARD: self._inputs, Op.INPUT: self._gradients}
         self._forwards, self._backwards, self._weights = [0] * stages, [0] * stages, [0] * stages  # how many started
         self._flying, self._halves = [0] * ranks, [deque[int]() for _ in range(ranks)]
@@ -277,9 +259,9 @@ class GreedyRun:
         if activations:
             made = Op.FORWARD if op.uses_version else Op.INPUT  # a whole backward feeds what its first half does
             transfer_s = work.transfer_s[made][stage]
-            for fed, there in work.feeds[made][stage]:
-                self._arrivals[fed][there].append(end + transfer_s)
-                heappush(self._events, (end + transfer_s, work.rank_of[there]))
+            if (fed := work.feeds[made, stage]) is not None:
+                self._arrivals[fed[0]][fed[1]].append(end + transfer_s)
+                heappush(self._events, (end + transfer_s, work.rank_of[fed[1]]))
             self._last_op[rank] = op
             self._turns[rank] += 1
         self._orders[rank].append(Action(op, stage, microbatch))
