@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from itertools import islice
 from typing import NamedTuple
 
 from vpipe.schedules.action import Action
@@ -213,11 +212,12 @@ def moments(program: Iterable[Action], size: Size, frozen: int = 0, versions: It
 def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs,
                   frozen: int = 0) -> Counter[tuple[Value, int]]:
     """Return how many values of each stage a rank holds at the first moment when it holds most bytes."""
-    def held() -> Iterator[Moment]:
-        return moments(program, bytes_in(program, costs), frozen, stages)
-
-    fullest = max(enumerate(held()), key=lambda numbered: numbered[1].size)[0]
+    most: Number = -1
+    fullest: Mapping[Needed, int] = {}
+    for moment in moments(program, bytes_in(program, costs), frozen, stages):
+        if moment.size > most:
+            most, fullest = moment.size, dict(moment.held)
     counts = Counter[tuple[Value, int]]()
-    for (value, stage, _), count in next(islice(held(), fullest, None)).held.items():
+    for (value, stage, _), count in fullest.items():
         counts[value, stage] += count
     return counts
