@@ -20,9 +20,6 @@ from vpipe.schedules.graph import Flow, OnRank, other_ends
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
 
-Channel = tuple[int, int, Kind]
-"""Sender, receiver, and what is sent."""
-
 
 def post_in_time(schedule: Schedule) -> Schedule:
     """Return a lowered schedule with receives moved forward where a transport without buffers or tags needs it.
@@ -56,15 +53,14 @@ class _ReceivePlacement:
         self.awake = list(range(ranks))
         self._late: dict[int, list[Action]] = defaultdict(list)  # receives that wait for earlier ones of their channel
         self._sleepers: dict[OnRank, list[int]] = defaultdict(list)  # ranks to wake when an action is done
-        self._orders: dict[Channel, list[Action]] = defaultdict(list)  # receives of a channel as they are sent
-        self._posted: dict[Channel, int] = defaultdict(int)  # how many of them are posted
-        self._places: dict[Action, tuple[Channel, int]] = {}
+        # By receive, those of its channel (sender, receiver, kind) that are not posted yet, in the order of sending.
+        self._unposted: dict[Action, deque[Action]] = {}
+        channels: dict[tuple[int, int, Kind], deque[Action]] = defaultdict(deque)
         for action, (rank, _) in schedule.actions():
             if action.op.sends and action.op.per_microbatch:
                 for receive, peer in other_ends(schedule.setting, action, rank):
-                    channel = rank, peer, action.op
-                    self._places[receive] = channel, len(self._orders[channel])
-                    self._orders[channel].append(receive)
+                    self._unposted[receive] = channels[rank, peer, action.op]
+                    self._unposted[receive].append(receive)
 
     def go_on(self, rank: int) -> None:
         """Let a rank go as far as it can."""
@@ -102,23 +98,21 @@ class _ReceivePlacement:
 
     def _post_in_order(self, receive: Action, rank: int) -> None:
         """Post a receive after those of earlier sends; later, when one of these cannot be posted yet."""
-        if receive not in self._places:  # the exchange of a tied weight keeps its order by itself
+        if receive not in self._unposted:  # the exchange of a tied weight keeps its order by itself
             self.post(receive, rank)
-            return
-        channel, place = self._places[receive]
-        for earlier in self._orders[channel][self._posted[channel]:place + 1]:
-            position = self._graph.position(earlier, rank)
-            if any((maker, rank) not in self.done for maker in self._graph.before(earlier, (rank, position or 0))):
+        while receive in (unposted := self._unposted.get(receive, deque())):
+            position = self._graph.position(unposted[0], rank)
+            if any((maker, rank) not in self.done for maker in self._graph.before(unposted[0], (rank, position or 0))):
                 self._late[rank].append(receive)
                 return
-            self.post(earlier, rank)
+            self.post(unposted[0], rank)
 
     def post(self, action: Action, rank: int) -> None:
         """Put an action at the end of its rank's new program."""
         self.programs[rank].append(action)
         self.done.add((action, rank))
-        if action in self._places:
-            self._posted[self._places[action][0]] += 1
+        if unposted := self._unposted.get(action):
+            unposted.popleft()
         self.awake += self._sleepers.pop((action, rank), ())
 
 
