@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.checkpoint.shards import HostBuffer, WriteResult, check_dtypes, write_shards
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError, UserError
+from vpipe.files import read_record
 
 _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
 
@@ -91,8 +92,8 @@ def write_together(partial: Path, about: Manifest, tensors: Callable[[], Mapping
     """
     own: list[Exception] = []
 
-    def decide(votes: list[str]) -> str:
-        size, results = 0, list(map(WriteResult.from_json, votes))
+    def decide(votes: list[dict[str, Any]]) -> tuple[int, str]:
+        size, results = 0, [read_record(WriteResult, vote) for vote in votes]
         errors = [f"{result.error} (rank {rank})" for rank, result in enumerate(results) if result.error]
         if not errors:
             try:
@@ -103,14 +104,14 @@ def write_together(partial: Path, about: Manifest, tensors: Callable[[], Mapping
                 errors = [f"{error_text(error)} (rank {exchange.rank})"]
         if errors:
             shutil.rmtree(partial, ignore_errors=True)
-        return json.dumps([0 if errors else size, ", ".join(errors)])
+        return 0 if errors else size, ", ".join(errors)
 
     try:
         result = write_shards(partial, exchange.rank, tensors())
     except Exception as error:  # whatever it is, the others wait for this rank's vote
         own.append(error)
         result = WriteResult(error=error_text(error))
-    size, errors = json.loads(exchange.agree(result.as_json(), decide, "saving a checkpoint"))
+    size, errors = exchange.agree(asdict(result), decide, "saving a checkpoint")
     if errors:
         with suppress(OSError):  # on a host that does not see rank 0's folder, which is why
             for name in result.files:

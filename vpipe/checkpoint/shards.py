@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 from vpipe import accelerator
 from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, TensorEntry, TensorKind
 from vpipe.errors import UserError
-from vpipe.files import read_record
 
 FILE_BYTES = 2 << 30
 """Size after which a file gets no further tensor, so that a resume with other ranks need not read all of a rank's."""
@@ -86,15 +84,6 @@ class WriteResult:
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     error: str = ""
-
-    def as_json(self) -> str:
-        """Return the text that :meth:`from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> WriteResult:
-        """Return the result that :meth:`as_json` wrote."""
-        return read_record(cls, json.loads(text))
 
 
 def write_shards(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> WriteResult:

@@ -182,7 +182,7 @@ class Exchange:
         name = self._give(line, value, doing, self.rank == 0)
         return lambda: self._take(line, name, doing) if self.rank == 0 else []
 
-    def agree(self, vote: str, decide: Callable[[list[str]], str], doing: str = DOING) -> str:
+    def agree(self, vote: Any, decide: Callable[[list[Any]], Any], doing: str = DOING) -> Any:
         """Return the decision on the votes of all ranks, by rank, on every rank.
 
         Args:
@@ -201,7 +201,7 @@ class Exchange:
             raise failure
         if what is not None:
             raise RuntimeError(what)
-        return str(found)
+        return found
 
 
 class Relay:
