@@ -53,32 +53,27 @@ class Checkpoints:
         Raises:
             UserError: of what is wrong on any rank.
         """
-        root, rank = self.root, exchange.rank
+        root = self.root
+        hint = ("checkpoints need a folder that all hosts see, such as one on a network's file system: set "
+                "checkpoint.directory")
         probe = root / f"{self.PROBE}{secrets.token_hex(8)}"
-
-        def judge(blind: list[str]) -> str:
-            ranks = ", ".join(filter(None, blind))
-            return (f"the folder for checkpoints '{root}' of rank 0 ({host}) is not the one seen by {ranks}" if ranks
-                    else "")
-
-        problem = ""
         try:
-            if rank == 0:
-                try:
-                    root.mkdir(parents=True, exist_ok=True)
-                    probe.write_text("for a moment\n")
-                except OSError as error:
-                    problem = f"rank 0 ({host}) cannot write checkpoints to '{root}': {error.strerror}"
-            name, problem = exchange.from_rank([probe.name, problem])
-            if not problem:
-                problem = exchange.agree("" if _appears(root / name) else f"rank {rank} ({host})", judge)
+            with exchange.whole():
+                if exchange.rank == 0:
+                    try:
+                        root.mkdir(parents=True, exist_ok=True)
+                        probe.write_text("for a moment\n")
+                    except OSError as error:
+                        raise UserError(f"rank 0 ({host}) cannot write checkpoints to '{root}': {error.strerror}",
+                                        hint=hint) from None
+            name, folder = exchange.from_rank([probe.name, f"the folder for checkpoints '{root}' of rank 0 ({host})"])
+            blind = exchange.all_gather("" if _appears(root / name) else f"rank {exchange.rank} ({host})")
+            if ranks := ", ".join(filter(None, blind)):
+                raise UserError(f"{folder} is not the one seen by {ranks}", hint=hint)
         finally:
-            if rank == 0:
+            if exchange.rank == 0:
                 with suppress(OSError):
                     probe.unlink()
-        if problem:
-            raise UserError(problem, hint="checkpoints need a folder that all hosts see, such as one on a network's "
-                            "file system: set checkpoint.directory")
 
     @staticmethod
     def find(path: Path, resume_hint: Callable[[Path], str] | None = None) -> Path:
