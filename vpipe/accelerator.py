@@ -63,7 +63,7 @@ def has_collectives() -> bool:
     """Return whether this torch has that backend."""
     import torch.distributed as dist
 
-    return bool(getattr(dist, f"is_{collectives()}_available", lambda: dist.is_backend_available(collectives()))())
+    return dist.is_backend_available(collectives())
 
 
 def carriers(backend: str) -> str:

@@ -29,9 +29,6 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
 """Context manager in which ``__torch_function__`` of a subclass is not called: its own function may compute."""
 
-GraphNodeOfPython = torch._C._FunctionBase
-"""Class of the nodes of a graph that an ``autograd.Function`` makes."""
-
 run_backward = graph._engine_run_backward
 """Run autograd's engine: ``torch.autograd.backward`` without its checks, and with edges of the graph as inputs."""
 

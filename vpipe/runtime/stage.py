@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -40,7 +41,7 @@ from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.transport.transport import contiguous
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions, accumulate_gradient, kept_apart
-from vpipe.torch_private import GraphNodeOfPython, run_backward
+from vpipe.torch_private import run_backward
 
 NOTHING = nullcontext()
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -577,7 +578,7 @@ def _carried_on(span: Span, sliced: SequenceSlice) -> list[str]:
 def _edge_of(tensor: Tensor) -> GradientEdge:
     """Return the edge that made a tensor. A node of a custom Function needs torch's own, which keeps its graph."""
     node = tensor.grad_fn
-    return (get_gradient_edge(tensor) if node is None or isinstance(node, GraphNodeOfPython)
+    return (get_gradient_edge(tensor) if node is None or isinstance(node, BackwardCFunction)
             else GradientEdge(node, tensor.output_nr))
 
 
