@@ -164,8 +164,8 @@ def test_a_stream_is_lowered_lazily() -> None:
     placement = Layout.LOOP(3)
     asked: list[Action] = []
 
-    def compute(rank: int) -> Iterator[Action]:
-        for action in endless("pipedream", placement, 1, rank):
+    def compute() -> Iterator[Action]:
+        for action in endless("pipedream", placement, 1, rank=2):
             asked.append(action)
             yield action
 

@@ -101,7 +101,7 @@ class RankPrograms:
                           tied_version_of=StreamVersions(assignment, compute).of)
 
         def lowered(rank: int) -> Iterator[Action]:
-            return Lowering(assignment, rank, compute, schedule.ties, setting.normed, schedule.warmup,
+            return Lowering(assignment, rank, partial(compute, rank), schedule.ties, setting.normed, schedule.warmup,
                             zero1=setting.zero1).program()
 
         return lowered, setting

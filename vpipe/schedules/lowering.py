@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 
 from vpipe.schedules.action import Action, Kind, Op
@@ -46,15 +47,12 @@ from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import default_warmup
 from vpipe.schedules.transfer_order import post_in_time
 
-Compute = Callable[[int], Iterator[Action]]
-"""Returns the compute program of a rank, from its beginning."""
-
 
 class Lowering:
     """Lower the program of one rank.
 
     Args:
-        compute: the compute programs, of this rank and of the owners of weights that it borrows.
+        compute: returns the compute program of the rank, from its beginning.
         ties: borrowing stages by owning stage.
         norm: add the exchange of gradient norms before every step.
         zero1: each replica of a stage steps a part of its parameters. Then without a flush norms go to replicas alone.
@@ -62,14 +60,14 @@ class Lowering:
         sharded: the weights of stages are divided over lanes.
     """
 
-    def __init__(self, assignment: Assignment, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
-                 norm: bool = False, warmup: Sequence[int] = (), sharded: bool = False, zero1: bool = False) -> None:
+    def __init__(self, assignment: Assignment, rank: int, compute: Callable[[], Iterator[Action]],
+                 ties: Mapping[int, Sequence[int]], norm: bool = False, warmup: Sequence[int] = (),
+                 sharded: bool = False, zero1: bool = False) -> None:
         self._assignment, self._rank, self._compute, self._norm = assignment, rank, compute, norm
-        self._sharded, self._gathered = sharded, dict.fromkeys(stages_of_rank(assignment.placement, rank), -1)
         self._zero1, self._of_all = zero1, assignment.flush or not zero1
         self._warmup = warmup
-        placement = assignment.placement
-        self._stages = stages_of_rank(placement, rank)
+        self._stages = stages_of_rank(assignment.placement, rank)
+        self._sharded, self._gathered = sharded, dict.fromkeys(self._stages, -1)
         self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
         # Without ties, whose versions are asked for only when they are used.
         self._setting = Setting(assignment, sharded=sharded)
@@ -82,7 +80,7 @@ class Lowering:
         self._ahead = 2 if not assignment.flush and any(assignment.width(stage) > 1 for stage in self._stages) else 1
         # Receives of activations that are posted earlier still, and the forwards that they are for.
         self._early_receives = self._surplus() if warmup else 0
-        self._forwards = (action for action in compute(rank) if action.op.uses_version)
+        self._forwards = (action for action in compute() if action.op.uses_version)
         self._forwards_met = self._receives_met = 0
         self._steps: list[Action] = []  # that wait for the rank's other stages
         self._steps_alone = not (norm or sharded or self._borrowers or self._ties
@@ -98,7 +96,7 @@ class Lowering:
         for owner in self._ties:
             for update in range(self._early(owner)):
                 yield from self._await_gradients(owner, update)
-        for action in self._compute(self._rank):
+        for action in self._compute():
             if action.op.returns:
                 # The shapes of a gradient are known once its forward has run, not earlier.
                 while any(one.index == action.index and one.stage == action.stage and one.op.uses_version
@@ -273,10 +271,7 @@ def lower(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: 
 
 def add_transfers(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: bool = False) -> Schedule:
     """Return the same, with every receive right before the action that precedes its use."""
-    def compute(rank: int) -> Iterator[Action]:
-        return iter(schedule.programs[rank])
-
     return schedule.with_programs([
-        list(Lowering(schedule.assignment, rank, compute, schedule.ties, norm, schedule.warmup, sharded,
+        list(Lowering(schedule.assignment, rank, partial(iter, program), schedule.ties, norm, schedule.warmup, sharded,
                       zero1).program())
-        for rank in range(schedule.ranks)])
+        for rank, program in enumerate(schedule.programs)])
