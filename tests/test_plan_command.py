@@ -141,7 +141,7 @@ def test_the_memory_is_that_of_the_process(said: Said, monkeypatch: pytest.Monke
     cells = dict(zip(heads, row, strict=False))
     assert (cells["process"], float(cells["peak"])) == ("300.0", pytest.approx(300 + sum(
         float(cells[head]) for head in heads[1:heads.index("process")]), abs=0.3))
-    limit = int(float(cells["peak"])) + 1
+    limit = predicted.fullest_rank[1] // MIB + 1
     assert said("--memory", f"{limit}MiB", "-o", "fits.json")[0] == 0
     assert Plan.load("fits.json").predicted.fullest_rank[1] <= limit * MIB
     assert said("--memory", "300MiB")[2].partition("most of it")[2].startswith(
