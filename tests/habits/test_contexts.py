@@ -180,21 +180,27 @@ def test_pipelines_may_be_built_saved_and_loaded_within_inference_mode(tmp_path:
 
 # -- what is refused
 
-def under_another_autocast() -> None:
+def under_another_autocast(*, evaluates: bool, schedule: str) -> None:
     """Rank 0 has an autocast around the call, rank 1 has none."""
-    pipe, batches = pipeline(), made()[1]
+    pipe, batches = pipeline(schedule), made()[1]
     losses(pipe, batches)  # the shapes are known when it differs
     with autocast() if dist.get_rank() == 0 else nullcontext():
+        if evaluates:
+            pipe.evaluate(batches)
         losses(pipe, batches)
 
 
-def test_ranks_with_different_autocasts_are_told(two: World) -> None:
-    two.begin(under_another_autocast)
+@pytest.mark.parametrize(("evaluates", "schedule", "in_flight"), [
+    (False, "1f1b", True), (False, "pipedream", False), (True, "1f1b", False)])
+def test_ranks_with_different_autocasts_are_told(two: World, evaluates: bool, schedule: str, in_flight: bool) -> None:
+    call = "evaluate()" if evaluates else "step 0 of train()"
+    two.begin(under_another_autocast, evaluates=evaluates, schedule=schedule)
     outcomes = [two.outcome(rank, 20) for rank in range(2)]
     two.kill()
     assert [kind for kind, _ in outcomes] == ["error", "error"]
-    assert ("rank 0 is at training under torch.autocast(torch.bfloat16), batch 0, rank 1 at training batch 0"
-            in outcomes[1][1]["text"])
+    for _, error in outcomes:
+        assert (f"rank 0{' (stage 0)' * in_flight} is at {call} under torch.autocast(torch.bfloat16), rank 1 at {call}"
+                in error["text"])
 
 
 def test_an_autocast_that_changes_with_microbatches_in_flight_is_refused() -> None:

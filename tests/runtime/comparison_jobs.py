@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Batch
 
@@ -86,3 +88,43 @@ def ends_alike() -> list[Any]:
 def one_cannot_read() -> None:
     pipe = pipeline(stages=2, schedule="pipedream")
     list(pipe.train(torn(1) if dist.get_rank() == 0 else loader()))
+
+
+def updates_before_confirmed(*, schedule: str) -> list[int]:
+    """The updates with a microbatch of which this rank did not know whether all have read the same."""
+    pipe = pipeline(stages=2, schedule=schedule)
+    comparison, early, known = pipe.engine.training._loaders.comparison, list[int](), [0]
+    confirm = comparison.confirm
+
+    def confirmed(until: float = 0) -> None:
+        confirm(until)
+        known.append(int(until))
+
+    comparison.confirm = confirmed  # type: ignore[method-assign]
+    [worker] = pipe.engine.workers.values()
+    per_update = pipe.engine.schedule.assignment.per_update(0)
+
+    def gradients(number: int, gradients: Any) -> None:
+        if (number + 1) * per_update > known[-1]:
+            early.append(number)
+
+    worker.optimizer_steps.observer = Mock(gradients=gradients)
+    list(pipe.train(loader()))
+    assert len(known) > 1
+    return early
+
+
+def left_streams() -> tuple[list[float], list[int]]:
+    """Losses of streams that are left, and how much is kept of what was exchanged about their batches."""
+    pipe, losses = pipeline(stages=4, schedule="pipedream", microbatches=1), []
+    for steps in (2, 1, 3):
+        for step in pipe.train(loader()):
+            losses.append(step.loss)
+            if len(losses) % steps == 0:
+                break
+    losses += [step.loss for step in pipe.train(loader(), updates=2)]
+    losses += [pipe.evaluate(loader()), *(step.loss for step in pipe.train(loader()))]
+    watchdog, left = watch.watchdog, [0, 0]
+    if watchdog is not None and dist.is_initialized():
+        left = [len(watchdog._arrived), len(pipe.engine.training._loaders.comparison._expected)]
+    return losses, left

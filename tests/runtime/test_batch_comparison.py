@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import permutations
+from threading import Thread
 from typing import Any
 
 import comparison_jobs as jobs
 import pytest
 import torch
+from lines import exchanges
 from world import World
 
-from vpipe.distributed.value_exchange import Exchange
+from vpipe.distributed.fault import Fault
+from vpipe.distributed.read_batches import ReadBatch, ReadBatches
+from vpipe.distributed.value_exchange import Exchange, Relay
 from vpipe.errors import RunError
 from vpipe.runtime.batch_comparison import BatchComparison, checksum
-from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
-from vpipe.runtime.transport.transport import InProcessTransport, Mailbox
-from vpipe.schedules.assignment import Assignment
+from vpipe.runtime.microbatches import Batch, MicrobatchLoader
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
         "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no DistributedSampler, since "
@@ -52,44 +55,7 @@ def test_short_sequences_in_a_large_field_are_told_apart() -> None:
     assert checksum(field) != checksum(other)
 
 
-# -- in one process, each rank with a loader of its own ----------------------------------------------------
-
-
-class Ranks:
-    """Ranks that read batches and hand microbatches on as a schedule would; the numbers of none are computed."""
-
-    def __init__(self, placement: Sequence[Sequence[int]], microbatches: int, training: bool = True,
-                 flush: bool = True) -> None:
-        self._placement = tuple(map(tuple, placement))
-        self._microbatches, self._training, self._flush = microbatches, training, flush
-        self._room: Mailbox = {}
-        self.ranks = {rank: BatchComparison(InProcessTransport(rank, self._room), self._placement, ("x", "y"), range(9))
-                      for ranks in placement for rank in ranks}
-
-    def run(self, batches_of: Callable[[int], list[Batch]], count: int) -> None:
-        """Hand ``count`` batches through all stages."""
-        self.loaders = {}
-        for rank, comparison in self.ranks.items():
-            loader = self.loaders[rank] = MicrobatchLoader(
-                iter(batches_of(rank)), self._microbatches, ("x", "y"), lambda _: 1, comparison=comparison)
-            loader.has(count * self._microbatches - self._flush)  # in a stream the end is known before the last batch
-            comparison.begin(Segment(loader, 0, 0, 0, Assignment(self._placement, self._microbatches, self._flush,
-                                                           lambda _: True), self._training))
-        total = range(count * self._microbatches)
-        for microbatch in total:
-            for stage, ranks in enumerate(self._placement):
-                comparison = self.ranks[ranks[microbatch % len(ranks)]]
-                if stage and ranks[microbatch % len(ranks)] != (before := self._placement[stage - 1])[
-                        microbatch % len(before)]:
-                    comparison.post(stage, microbatch)
-                comparison.compare(stage, microbatch)
-        for comparison in self.ranks.values():
-            comparison.compare_replicas(total)
-            comparison.forget(total.stop)
-        assert all(not loader.checksums for loader in self.loaders.values()), "checksums are let go"
-        for rank, comparison in self.ranks.items() if not self._flush else ():
-            comparison.check_end(self.loaders[rank], Exchange())
-        assert not self._room, "all that was sent is received"
+# -- what ranks say of their batches -----------------------------------------------------------------------
 
 
 def batches(count: int = 3, samples: int = 12, seed: int = 0) -> list[Batch]:
@@ -97,55 +63,125 @@ def batches(count: int = 3, samples: int = 12, seed: int = 0) -> list[Batch]:
     return [{"x": torch.randn(samples, 3, generator=random), "y": torch.arange(samples)} for _ in range(count)]
 
 
-def differing(ranks: Ranks, odd: int, other: list[Batch]) -> str:
-    """What is said where one rank reads other batches."""
-    with pytest.raises(RunError) as error:
-        ranks.run(lambda rank: other if rank == odd else batches(), 3)
-    assert str(error.value).endswith(HINT)
-    return error.value.what
+def said(read: Iterable[Batch], group: int = 0) -> list[ReadBatch]:
+    """What a rank says of all batches that it reads, and of their end."""
+    comparison = BatchComparison(Exchange(), ("x", "y"), group)
+    loader = MicrobatchLoader(iter(read), 2, ("x", "y"), lambda _: 1, on_read=comparison.read)
+    assert not loader.has(1_000)
+    return comparison.take()
 
 
-PLACEMENTS: list[list[list[int]]] = [
-    [[0], [1], [2]], [[0, 1], [2], [3]], [[0], [1, 2, 3]], [[0, 1], [2, 3]], [[3, 2, 1, 0]], [[0, 1], [2, 3, 4]],
-    [[0], [1], [1], [0]]]
+def difference(of_rank: Sequence[Iterable[Batch]], groups: Sequence[int] = (0, 0, 0, 0),
+               order: Sequence[int] | None = None) -> Fault | None:
+    """The first difference, where ranks tell of one batch after the other, each in this order."""
+    told, compared = [said(read, group) for read, group in zip(of_rank, groups, strict=False)], ReadBatches()
+    for number in range(max(map(len, told))):
+        for rank in order or range(len(told)):
+            if number < len(told[rank]) and (found := compared.add(rank, told[rank][number:number + 1])) is not None:
+                return found
+    return None
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_whichever_rank_reads_something_else_is_found(placement: list[list[int]]) -> None:
-    for training in (True, False):
-        Ranks(placement, 6, training).run(lambda _: batches(), 3)
-    for microbatches in (6, 1):
-        Ranks(placement, microbatches, flush=False).run(lambda _: batches(12), 12)
-    for odd in {rank for ranks in placement for rank in ranks}:
+def differing(*of_rank: Iterable[Batch]) -> str:
+    found = difference(of_rank)
+    assert found is not None
+    assert f"\nhint: {found.hint}" == HINT
+    assert found.ranks == (), "none is to blame"
+    return found.what
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_whichever_rank_reads_something_else_is_found(order: Sequence[int]) -> None:
+    assert difference([batches()] * 3, order=order) is None
+    for odd in range(3):
         second = [batches()[0], batches(seed=1)[1], batches()[2]]
-        what = differing(Ranks(placement, 6), odd, second)
-        assert what.startswith("batches differ between ranks: field 'x' of batch 1 on rank ")
-        assert f"rank {odd}" in what
+        found = difference([second if rank == odd else batches() for rank in range(3)], order=order)
+        assert found is not None
+        assert found.what.startswith("batches differ between ranks: field 'x' of batch 1 on rank ")
+        assert f"rank {odd}" in found.what
 
 
 def without(batch: Batch, *names: str) -> Batch:
     return {name: value.to("meta") if name in names else value for name, value in batch.items()}
 
 
-def test_fields_are_compared_over_ranks_that_do_not_have_them() -> None:
+def test_fields_are_compared_between_ranks_that_have_them() -> None:
     hidden: dict[int, tuple[str, ...]] = {0: ("y",), 1: ("x", "y"), 2: (), 3: ("x",)}
 
     def read(rank: int, seed: int) -> list[Batch]:
         return [without(batch, *hidden[rank]) for batch in batches(seed=seed if rank == 0 else 0)]
 
-    Ranks([[0], [1], [2], [3]], 2).run(lambda rank: read(rank, 0), 3)
-    with pytest.raises(RunError) as error:
-        Ranks([[0], [1], [2], [3]], 2).run(lambda rank: read(rank, 5), 3)
-    assert error.value.what == "batches differ between ranks: field 'x' of batch 0 on rank 0 and rank 2"
+    assert difference([read(rank, 0) for rank in range(4)]) is None
+    assert differing(*(read(rank, 5) for rank in range(4))) == (
+        "batches differ between ranks: field 'x' of batch 0 on rank 0 and rank 2")
 
 
-def test_batches_of_other_sizes_and_shapes_are_named() -> None:
-    chain = [[0], [1]]
-    assert differing(Ranks(chain, 2), 0, [*batches(1), *batches(2, samples=8)]) == (
+def test_batches_of_other_sizes_shapes_and_numbers_are_named() -> None:
+    assert differing([*batches(1), *batches(2, samples=8)], batches()) == (
         "batches differ between ranks: batch 1 has 8 samples on rank 0 and 12 on rank 1")
     wide = {"x": torch.zeros(12, 9, device="meta"), "y": torch.arange(12)}
-    assert differing(Ranks(chain, 2), 1, [wide]) == (
+    assert differing(batches(), [wide]) == (
         "batches differ between ranks: the shape of field 'x' of batch 0 on rank 0 and rank 1")
+    assert differing(batches(), batches(2)) == "batches differ between ranks: there are 2 on rank 1 and more on rank 0"
+
+
+def torn(read: int) -> Iterator[Batch]:
+    yield from batches(read)
+    raise OSError("the disk is gone")
+
+
+def test_a_rank_that_cannot_read_is_named_unless_none_can() -> None:
+    assert difference([torn(1), torn(1)]) is None
+    for others, ended in ((batches(2), ""), (batches(1), "; on other ranks the batches ended before")):
+        found = difference([others, torn(1), others])
+        assert found == Fault((1,), f"could not read batch 1: OSError: the disk is gone{ended}",
+                              "the log of that rank has the traceback", reported=True)
+
+
+def test_groups_of_lanes_read_batches_of_their_own_of_the_same_sizes() -> None:
+    ours, theirs = batches(), batches(seed=1)
+    assert difference([ours, theirs, ours, theirs], groups=(0, 1, 0, 1)) is None
+    for other, what in ((theirs, "field 'x' of batch 0 on rank 0 and rank 2"),
+                        (batches(samples=8), "batch 0 has 12 samples on rank 0 and 8 on rank 2")):
+        found = difference([ours, theirs, other, theirs], groups=(0, 1, 0, 1))
+        assert found is not None
+        assert found.what == f"batches differ between ranks: {what}"
+
+
+# -- who hears of it, and when -----------------------------------------------------------------------------
+
+
+def test_a_rank_waits_before_an_update_until_all_have_told_of_its_batches() -> None:
+    """And not for later ones, which only some may have read."""
+    one, two = (BatchComparison(exchange, ("x", "y"), 0) for exchange in exchanges(2))
+    ours = said(batches(2))
+    one.tell(ours)
+    two.tell(ours[:1])
+    one.confirm(2)
+    waits = Thread(target=one.confirm, args=(3,), daemon=True)
+    waits.start()
+    waits.join(0.1)
+    assert waits.is_alive()
+    two.tell(ours[1:])
+    waits.join(10)
+    assert not waits.is_alive()
+
+
+def test_a_difference_fails_all_at_once_where_ranks_go_on_and_is_raised_by_all_where_they_wait() -> None:
+    claimed: list[Fault] = []
+    relay, message = Relay(3, claimed.append), {"give": "1", "of": [0, 1, 2]}
+    for rank, seed in ((2, 0), (0, 1)):
+        assert not list(relay.give(rank, {**message, "value": ["", None, None], "hears": "later",
+                                          "batches": said(batches(seed=seed))}))
+    assert [fault.what for fault in claimed] == [
+        "batches differ between ranks: field 'x' of batch 0 on rank 0 and rank 2"]
+    one, two = exchanges(2)
+    waits = [one.begin(1, batches=said(batches(1))), two.begin(2, batches=said(batches(2)))]
+    for wait in waits:
+        with pytest.raises(RunError) as error:
+            wait()
+        assert error.value.what == "batches differ between ranks: there are 1 on rank 0 and more on rank 1"
+        assert str(error.value).endswith(HINT)
 
 
 # -- over gloo -----------------------------------------------------------------------------------------
@@ -168,16 +204,16 @@ def texts(world: World, job: Callable[..., Any], within_s: float = 10, **argumen
     ("pipedream", "fewer", "batches differ between ranks: there are 2 on rank 0 and more on rank 1")])
 def test_all_ranks_end_with_what_differs(pair: World, schedule: str, case: str, text: str) -> None:
     """Of the larger batch a receive is already posted: gloo would abort the process."""
-    for rank, said in enumerate(texts(pair, jobs.differing, schedule=schedule, case=case)):
-        assert said.startswith(f"error: {text}" if rank == 1 else f"error: rank 1 (stage 1) failed: {text}"), said
-        assert said.endswith(HINT)
+    for error in texts(pair, jobs.differing, schedule=schedule, case=case):
+        assert error.startswith(f"error: {text}"), error
+        assert error.endswith(HINT)
 
 
 @pytest.mark.parametrize("sizes", [[2, 3], [3, 1]])
 def test_an_evaluation_whose_last_batch_differs_in_size_ends(pair: World, sizes: list[int]) -> None:
     """Each rank expects as many microbatches as its own batch has samples."""
     text = f"batches differ between ranks: batch 2 has {sizes[0]} samples on rank 0 and {sizes[1]} on rank 1"
-    assert f"error: {text}" in texts(pair, jobs.other_tails, sizes=sizes)[1]
+    assert all(error.startswith(f"error: {text}") for error in texts(pair, jobs.other_tails, sizes=sizes))
 
 
 def test_batches_that_end_on_all_ranks_alike_leave_the_pipeline_usable(world: World) -> None:
@@ -188,5 +224,19 @@ def test_batches_that_end_on_all_ranks_alike_leave_the_pipeline_usable(world: Wo
 def test_a_rank_that_cannot_read_ends_the_others_with_its_name(pair: World) -> None:
     first, second = texts(pair, jobs.one_cannot_read)
     assert first == "the disk is gone"
-    assert second.startswith("error: rank 0 could not read batch 1: OSError: the disk is gone (rank 1, stage 1, ")
+    assert second.startswith("error: rank 0 (stage 0) could not read batch 1: OSError: the disk is gone; rank 1 ")
     assert second.endswith("\nhint: the log of that rank has the traceback")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "interleaved"])
+def test_an_update_comes_after_all_have_told_of_its_batches(pair: World, schedule: str) -> None:
+    for early in pair.run(jobs.updates_before_confirmed, schedule=schedule):
+        assert early == []
+
+
+def test_a_stream_that_is_left_in_the_middle_of_its_batches_leaves_nothing(world: World) -> None:
+    """Some ranks have read a batch ahead, of an iterator that nobody goes on with."""
+    *_, alone = [jobs.left_streams()]
+    for (losses, left) in world.run(jobs.left_streams):
+        assert losses == alone[0]
+        assert left == [0, 0]

@@ -25,8 +25,8 @@ class Fault:
     """The first failure of a job.
 
     Attributes:
-        ranks: those that failed, all at once when their host did.
-        what: the predicate of a sentence about them; see :meth:`sentence`.
+        ranks: those that failed, all at once when their host did; none where no one of them is to blame.
+        what: the predicate of a sentence about them, else the sentence; see :meth:`sentence`.
         hint: the remedy.
         chain: who waited for whom, in words, where a transfer took too long.
         reported: whether the rank that failed prints the error itself, as it ends.
@@ -119,7 +119,7 @@ class Fault:
         Args:
             place: ``rank -> "rank 2 (stage 2) on host1"``.
         """
-        return f"{', '.join(map(place, self.ranks))} {self.what}"
+        return f"{', '.join(map(place, self.ranks))} {self.what}".lstrip()
 
     def knowing(self, *how: str) -> Fault:
         """Add what only the starter of the ranks knows: ``died without a message, killed by signal 9 (SIGKILL)``."""
@@ -127,5 +127,7 @@ class Fault:
 
 
 def may_follow(text: str) -> bool:
-    """Return whether an error may come of another rank's end, by what sockets, gloo and nccl say then."""
-    return re.search("[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited", text) is not None
+    """Return whether an error may come of another rank's end, by what sockets, gloo and nccl say then; or of another
+    batch there, by what has arrived."""
+    return re.search(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|from rank \d+ are ",
+                     text) is not None

@@ -6,18 +6,24 @@ thread may exchange values while the main thread trains. Tensors go another way:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from vpipe.distributed.fault import Fault
+from vpipe.distributed.read_batches import ReadBatch, ReadBatches
 from vpipe.errors import Problem, RunError, UserError
 
 DOING = "sharing what each has"
 SAME_CALLS = "every rank must make the same calls in the same order, with the same arguments"
+
+Hears = bool | Literal["later"]
+"""Whether a rank waits for the values of all: not, before it goes on, or later, and then only until all have given
+theirs."""
 
 
 class ExchangeLine(Protocol):
@@ -118,23 +124,30 @@ class Exchange:
         """Return the values of all ranks, by rank, on every rank."""
         return self.begin(value, doing)()
 
-    def begin(self, value: Any, doing: str = DOING, error: BaseException | None = None) -> Callable[[], list[Any]]:
+    def begin(self, value: Any, doing: str = DOING, error: BaseException | None = None,
+              batches: Sequence[ReadBatch] = ()) -> Callable[[], list[Any]]:
         """Give a value without waiting; return a function that waits for those of all ranks. Where one has an error to
-        give instead, all raise it."""
+        give instead, or the batches that they have read differ, all raise it."""
         if (line := self._line) is not None:
-            return partial(self._take, line, self._give(line, value, doing, True, error), doing, error)
+            return partial(self._take, line, self._give(line, value, doing, True, error, batches), doing, error)
         if error is not None:
             raise error
         return lambda: [value]
 
-    def note(self, doing: str, value: Any = None, hears: bool = False) -> Callable[[], list[Any]]:
-        """Say what this rank does next: where others do something else, all fail. Return a function that waits for the
-        values of all, if this one ``hears``."""
+    def note(self, doing: str, value: Any = None, hears: Hears = False,
+             batches: Sequence[ReadBatch] = ()) -> Callable[[], list[Any]]:
+        """Say what this rank does next, and which batches it has read: where others do something else, or have read
+        others, all fail. Return a function that waits for the values of all, if this one ``hears``; if later, until
+        all have said the same."""
         if (line := self._line) is None:
             return lambda: [value]
-        return partial(self._take, line, self._give(line, value, doing, hears), doing)
+        name = self._give(line, value, doing, hears, batches=batches)
+        if hears == "later":
+            return partial(line.take, name, "comparing batches", self._timeout_s)
+        return partial(self._take, line, name, doing)
 
-    def _give(self, line: ExchangeLine, value: Any, doing: str, hears: bool, error: BaseException | None = None) -> str:
+    def _give(self, line: ExchangeLine, value: Any, doing: str, hears: Hears, error: BaseException | None = None,
+              batches: Sequence[ReadBatch] = ()) -> str:
         """Give a value for the next exchange, with this rank's call, or between two and in other channels what it does;
         return the name."""
         name, call = line.next_name(self._channel), (not self._channel and line.call) or doing
@@ -144,7 +157,8 @@ class Exchange:
         elif error is not None:
             fault = Fault.failed(line.rank, error)
             failure = {"what": f"rank {line.rank} {fault.what}", "hint": fault.hint, "peer": line.rank}
-        line.give({"give": name, "value": [call, failure, value], "of": self._of, "hears": hears})
+        line.give({"give": name, "value": [call, failure, value], "of": self._of, "hears": hears,
+                   "batches": batches})
         return name
 
     def _take(self, line: ExchangeLine, name: str, doing: str, error: BaseException | None = None) -> list[Any]:
@@ -214,6 +228,7 @@ class Relay:
     def __init__(self, ranks: int, claim: Callable[[Fault], None] = lambda fault: None) -> None:
         self._ranks, self._claim = ranks, claim
         self._given: dict[str, dict[int, Any]] = {}
+        self._batches: defaultdict[str, ReadBatches] = defaultdict(ReadBatches)
         self._among: dict[str, Sequence[int]] = {}
         self._left: set[int] = set()
 
@@ -222,22 +237,34 @@ class Relay:
 
         Args:
             message: ``give``, the name of the exchange; ``value``; ``of``, the ranks that take part, None: all;
-                ``hears``, whether the rank waits for those of all.
+                ``hears``, whether the rank waits for those of all (:data:`Hears`); ``batches``, those that the rank has
+                read. Where these differ from others, all raise it in this exchange; where ranks hear later, they fail
+                at once, since they may wait for one another.
         """
         name, among = message["give"], message["of"] or range(self._ranks)
         values = self._given.setdefault(name, {})
         self._among[name] = among
         values[rank] = message
+        batches = message.get("batches")
+        if batches and message["value"][1] is None and (found := self._batches[name].add(rank, batches)) is not None:
+            if message["hears"] == "later":
+                self._claim(found)
+                return
+            peer = next(iter(found.ranks), None)
+            message["value"][1] = {"what": found.sentence("rank {}".format), "hint": found.hint, "peer": peer}
         if len(values) == len(among):
             del self._given[name], self._among[name]
+            self._batches.pop(name, None)
             of_all = [values[other]["value"] for other in among]
             apart = next((other for other, (call, *_) in zip(among, of_all, strict=True) if call != of_all[0][0]), None)
-            if apart is not None and any(not each["hears"] and each["value"][1] is None for each in values.values()):
+            if apart is not None and any(each["hears"] is not True and each["value"][1] is None
+                                         for each in values.values()):
                 self._claim(Fault((among[0],), f"is at {of_all[0][0]}, rank {apart} at {values[apart]['value'][0]}",
                                   SAME_CALLS))
                 return
-            answer = {"given": name, "values": of_all}
-            yield from ((listener, answer) for listener in reversed(among) if values[listener]["hears"])  # rank 0 last
+            answers = {True: {"given": name, "values": of_all}, "later": {"given": name, "values": []}}
+            yield from ((listener, answers[hears]) for listener in reversed(among)  # rank 0 last
+                        if (hears := values[listener]["hears"]))
         elif message["hears"] and (missing := self._left.intersection(among) - values.keys()):
             yield rank, {"given": name, "without": min(missing)}
 

@@ -194,7 +194,7 @@ class Watchdog:
         """
         chain = f"; {fault.chain}" if fault.chain else ""
         error = RunError(f"{fault.sentence(self.place)}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
-                         peer=None if self.rank in fault.ranks else fault.ranks[0])
+                         peer=None if self.rank in fault.ranks else next(iter(fault.ranks), None))
         if self.rank != self._reporter(fault):
             error.brief = self._brief(fault)
         return error
@@ -210,7 +210,7 @@ class Watchdog:
     def _reporter(self, fault: Fault) -> int:
         """Return the rank that prints a failure: the one that failed if it can, else the first of the others."""
         there = [rank for rank in range(self.ranks) if rank not in fault.ranks and rank not in self.left]
-        return fault.ranks[0] if fault.reported or not there else there[0]
+        return there[0] if there and not fault.reported else min(fault.ranks, default=0)
 
     def _brief(self, fault: Fault) -> str:
         short = replace(fault, what="failed") if fault.reported else fault

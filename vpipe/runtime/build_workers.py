@@ -15,7 +15,6 @@ from vpipe.description.execution import Executor
 from vpipe.distributed.device import DeviceMap
 from vpipe.errors import UserError
 from vpipe.model.model import Model
-from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.companions import Companion, Extrapolation, WeightAverage
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
@@ -139,7 +138,6 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                            values)
         workers[rank] = make_worker(
             stages, steps, tied, transport, p2p,
-            BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
             FullyShardedStages(stages, group), len(placement) - 1)
     return workers
 

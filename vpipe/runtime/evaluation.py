@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import inf
 from operator import gt
 
 from torch import Tensor
 
-from vpipe.errors import RunError, UserError
+from vpipe.distributed.value_exchange import SAME_CALLS
+from vpipe.errors import UserError
 from vpipe.runtime.action_recorder import Recorder
-from vpipe.runtime.batch_comparison import SAME_BATCHES
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.interpreter import Interpreter, RankPrograms
 from vpipe.runtime.loaders import Loaders
@@ -71,8 +70,6 @@ class Evaluation:
                                   autocast=self._surroundings.autocast)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
-                for worker in self._workers.values():
-                    worker.drop_checksums(range(end - first))
                 for rank, own in losses.items():
                     values, last = self._workers[rank].values, len(self._placement) - 1
                     own += read_at_once(values.take_all(LOSS, last))
@@ -99,13 +96,15 @@ class Evaluation:
         one cannot read, or lacks, is refused on all of them before anything is under way."""
         end = end if loader.has(end - 1) else loader.total
         held = any(worker.held is not None for worker in self._workers.values())
-        told = self._collectives.job.begin([loader.batches_read if loader.ended else inf, held], error=loader.error)
+        told = self._collectives.job.begin([held, self._surroundings.words], error=loader.error,
+                                           batches=self._loaders.comparison.take())
 
         def wait() -> int:
-            ends, holds = zip(*told(), strict=True)
-            if (fewest := min(ends)) < max(ends):
-                raise RunError(f"batches differ between ranks: there are {fewest} on rank {ends.index(fewest)} and "
-                               f"more on rank {ends.index(max(ends))}", hint=SAME_BATCHES)
+            holds, under = zip(*told(), strict=True)
+            for rank, each in enumerate(under):
+                if each != under[0]:
+                    raise UserError(f"rank 0 is at evaluate(){under[0]}, rank {rank} at evaluate(){each}",
+                                    hint=SAME_CALLS)
             if any(holds):
                 self._interpreter.raise_held()
             return end

@@ -263,8 +263,12 @@ class Interpreter:
                                                   or flow.missing(action, rank) is None):
                     if interrupts.noted and not self.stepped:  # else the batch is better ended
                         interrupts.raise_noted()
-                    if action.op.makes_version and step_together:
-                        break
+                    if action.op.makes_version:
+                        if step_together:
+                            break
+                        if self._distributed:
+                            used = segment.assignment.in_update(action.stage, action.index)
+                            segment.confirm(segment.first + used.stop)
                     execute(action)
                     if flow is not None and action.op.told:
                         flow.follow(action, rank)

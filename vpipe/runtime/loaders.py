@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from vpipe import accelerator
 from vpipe.description.description import Description
 from vpipe.distributed.device import DeviceMap
+from vpipe.distributed.init import exchange
+from vpipe.errors import RunError
 from vpipe.model.model import Model
-from vpipe.runtime.batch_comparison import LaneComparison
+from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.label_weights import CLASSES_ALIKE, ClassWeights, LossCheck, Weigh
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader
@@ -18,6 +21,8 @@ from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.schedule import Schedule
+
+_made_here = count()
 
 
 class Loaders:
@@ -27,6 +32,7 @@ class Loaders:
         workers: of this process, by rank, once they are built.
 
     Attributes:
+        comparison: of the batches with those of other ranks.
         labels: the field by whose labels an evaluation counts microbatches; None where these count by their samples.
 
     Raises:
@@ -40,8 +46,9 @@ class Loaders:
         self._microbatches, self._device = description.microbatches, world.own
         self._counted, self.labels = description.update.counted_labels(model.labels), model.labels
         self._losses_checked = set[bool]()
-        self._lanes = None if world.lanes.count == 1 else LaneComparison(collectives.beside, model.batch,
-                                                                         world.lanes.alike).compare
+        number = collectives.job.from_rank(next(_made_here))  # the same on all ranks
+        self.comparison = BatchComparison(exchange(f"batches of pipeline {number}", collectives.timeout_s), model.batch,
+                                          min(world.lanes.alike))
 
     def make(self, batches: Iterator[Batch], period: int | None, read: Callable[..., Any], begun: int = 0,
              training: bool = True) -> MicrobatchLoader:
@@ -66,16 +73,16 @@ class Loaders:
         weigh = CLASSES_ALIKE if counted is None else self._weigh(counted, training)
         if not training and self._last_stage not in (stage for stage, _ in here):
             counted = None  # the last stage has them
-        comparison = next((worker.comparison for worker in self._workers.values()), None)
+        on_read = self.comparison.read if self._collectives.job.ranks > 1 else None
+        self.comparison.take()  # what another loader read and was not told of, since that was interrupted
         return MicrobatchLoader(batches, self._microbatches, self._model.batch, uses, used,
-                                self._device if self._schedule.stream or not training else None, comparison,
-                                self._lanes, counted, weigh, self._collectives.over_lanes if training else list,
+                                self._device if self._schedule.stream or not training else None, on_read,
+                                counted, weigh, self._collectives.over_lanes if training else list,
                                 slices=slices, by_label=not training or self._counted is not None, equal=training,
                                 read=read, unread=self._model.unread)
 
     def end(self, loader: MicrobatchLoader) -> None:
         """Raise the user's error of a batch that could not be read, when the batches before it are done."""
-        self.agree_on_end(loader)
         if not loader.rest:  # else another call may go on
             loader.close()
             if loader.error is not None:
@@ -85,9 +92,13 @@ class Loaders:
 
     def agree_on_end(self, loader: MicrobatchLoader) -> None:
         """Check that the batches end on every rank alike, if they end before a limit and a pause."""
-        for worker in self._workers.values():
-            if worker.comparison is not None and loader.ended:
-                worker.comparison.check_end(loader, self._collectives.exchange)
+        try:
+            if loader.ended:
+                self.comparison.confirm()
+        except RunError as error:
+            if loader.error is None or loader.error is error:
+                raise
+            raise loader.error from error
 
     def _weigh(self, labels: str, training: bool) -> Weigh:
         """Return how much each label counts, as the model says, or now its loss; let the first losses be checked."""

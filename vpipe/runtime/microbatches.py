@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,24 +31,9 @@ _END: Batch = {}
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a microbatch's fields: the shapes between stages follow from them."""
 
-Checksums = dict[str, list[int | None]]
-"""Checksums of a batch: by field those of its shape and of its values, and the rank that has these; None: none so far.
-"""
-
-
-class BatchChecker(Protocol):
-    """Compare batches with those of other ranks (:class:`~vpipe.runtime.batch_comparison.BatchComparison`)."""
-
-    def checksums(self, batch: Batch) -> tuple[int, Checksums]:
-        """Return the number of samples and the checksums by which a batch is compared."""
-
-    def exhausted(self, loader: MicrobatchLoader) -> None:
-        """Note that there are no more batches."""
-
-
-CompareLanes = Callable[[int, Batch | None, BaseException | None], BaseException | None]
-"""Compare a batch when it is read, of this number, or that there is none, with those of other lanes; return the error
-with which to end instead (:class:`~vpipe.runtime.batch_comparison.LaneComparison`)."""
+OnRead = Callable[[int, int, Batch | None, BaseException | None], None]
+"""Called when a batch was read, with its first microbatch, its number and the batch; or why there is none
+(:class:`~vpipe.runtime.batch_comparison.BatchComparison`)."""
 
 
 @dataclass
@@ -88,8 +73,7 @@ class MicrobatchLoader:
         used: fields that layers here compute with.
         copy_to: device to which these are copied, where the user may fill the same memory with the next batch while
             they are in use; None: they are not copied.
-        comparison: with the batches of other ranks; None where there are none.
-        lanes: comparison with the batches of other lanes; None where there are none.
+        on_read: compares batches with those of other ranks; None where there are none.
         labels: the field whose labels are counted, of every microbatch; None: none are.
         weigh: returns how much each of such labels counts.
         over_lanes: returns the sums of such numbers over the lanes that read batches of their own.
@@ -105,7 +89,6 @@ class MicrobatchLoader:
         end: a microbatch at which to pause; what was read after it waits.
         error: raised while a batch was read: the microbatches end before it. Where other ranks wait, KeyboardInterrupt
             and the like are raised at once.
-        checksums: of batches, by number, until the comparison with other ranks drops them.
         batches_read: their number.
         fields: names, shapes and dtypes of the latest batch.
         labels: the field whose labels are counted.
@@ -114,13 +97,13 @@ class MicrobatchLoader:
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  uses: Callable[[int], int], used: Collection[str] = (), copy_to: torch.device | None = None,
-                 comparison: BatchChecker | None = None, lanes: CompareLanes | None = None, labels: str | None = None,
+                 on_read: OnRead | None = None, labels: str | None = None,
                  weigh: Weigh = CLASSES_ALIKE, over_lanes: Callable[[list[float]], list[float]] = list, *,
                  slices: int = 1, by_label: bool = True,
                  equal: bool = True, read: Callable[..., Any] = next, unread: frozenset[str] = frozenset()) -> None:
         self.batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
-        self._used, self._copy_to, self._comparison = used, copy_to, comparison
-        self._next, self._equal, self._lanes, self.labels, self._over_lanes = read, equal, lanes, labels, over_lanes
+        self._used, self._copy_to, self._on_read = used, copy_to, on_read
+        self._next, self._equal, self.labels, self._over_lanes = read, equal, labels, over_lanes
         self._weigh, self._unread = weigh, unread
         self.slices, self._by_label = slices, by_label
         self._open: dict[int, _OpenBatch] = {}
@@ -129,7 +112,6 @@ class MicrobatchLoader:
         self.fields: list[tuple[str, list[int], str]] = []
         self.end: int | None = None
         self.error: BaseException | None = None
-        self.checksums: dict[int, tuple[int, Checksums]] = {}
         self.counts: dict[int, tuple[float, float]] = {}
         self._sizes = [_Sizes(0, 0, 0, 0, microbatches * slices)]  # where they change
 
@@ -148,15 +130,12 @@ class MicrobatchLoader:
             fields = None if batch is _END else self._check(batch)
         except BaseException as error:  # raised when the batches before are done
             self.error, fields = error, None
-        if self._lanes is not None and (found := self._lanes(self.batches_read, fields, self.error)):
-            self.error, fields = found, None
-        shared = self._comparison is not None or self._lanes is not None
-        if shared and self.error is not None and not isinstance(self.error, Exception):
-            raise self.error
+        if self._on_read is not None:
+            if self.error is not None and not isinstance(self.error, Exception):
+                raise self.error
+            self._on_read(self._read, self.batches_read, fields, self.error)
         if fields is None:
             self._exhausted = True
-            if self._comparison is not None:
-                self._comparison.exhausted(self)
             return
         self._take(fields)
 
@@ -175,8 +154,6 @@ class MicrobatchLoader:
                                       min(samples, self._microbatches) * self.slices))
         microbatches = self._sizes[-1].microbatches
         uses = sum(map(self._uses, range(first, first + microbatches)))
-        if self._comparison is not None:
-            self.checksums[number] = self._comparison.checksums(fields)
         if self.labels is not None:
             own = [1.0] * microbatches if fields[self.labels].is_meta else torch.stack([
                 torch.as_tensor(self._weigh(labels)).sum(dtype=torch.float64)
@@ -364,6 +341,8 @@ class Segment:
         assignment: which rank takes each microbatch, and which update uses it.
         training: False for forward only.
         autocast: the dtype of that which the script has around it.
+        confirm: waits until all ranks have read the same batches, up to a microbatch of the loader; called before a
+            stage makes an update with them.
     """
 
     loader: MicrobatchLoader
@@ -373,6 +352,7 @@ class Segment:
     assignment: Assignment
     training: bool
     autocast: torch.dtype | None = None
+    confirm: Callable[[int], None] = lambda until: None
 
     def number_of(self, action: Action) -> int:
         """Return the run's number of an action's microbatch, update or version."""

@@ -68,6 +68,11 @@ class Surroundings:
             yield
             torch.clear_autocast_cache()
 
+    @property
+    def words(self) -> str:
+        """Return the words by which ranks compare what is around their calls."""
+        return "" if self.autocast is None else f" under torch.autocast({self.autocast})"
+
     def calling(self, function: Callable[P, T]) -> Callable[P, T]:
         """Return a function of the script's that runs under the contexts around the present call."""
         def call(*arguments: P.args, **keywords: P.kwargs) -> T:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from typing import Any
 
 from vpipe.checkpoint.manifest import Position
+from vpipe.distributed.read_batches import SAME_BATCHES
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
-from vpipe.runtime.batch_comparison import SAME_BATCHES
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
 from vpipe.runtime.loaders import Loaders
@@ -142,6 +143,7 @@ class Training:
     def _train_whole(self, batches: Iterator[Batch], updates: int | None) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
         first, whole = 0, self._schedule.microbatches
+        self._loaders.comparison.confirm()  # of a batch that was given up
         loader = self._make_loader(batches, whole)
         if updates is not None:
             loader.end = -(-updates * self._schedule.assignment.per_step // whole) * whole
@@ -155,6 +157,7 @@ class Training:
             first += whole
             while self._made:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
+        self._loaders.agree_on_end(loader)
         self._loaders.end(loader)
 
     def _make_loader(self, batches: Iterator[Batch], period: int | None, begun: int = 0) -> MicrobatchLoader:
@@ -178,34 +181,41 @@ class Training:
                 next(iter(self._workers.values())).optimizer_steps.factor(step)
         except BaseException as caught:
             error = caught
-        bad, what = error or (None if there else loader.error), f"step {first // per_step} of train()"
-        batch = self._batch = (self._number, next(self._batches)) if self._gives_up else None
+        bad = error or (None if there else loader.error)
+        what = f"step {first // per_step} of train(){self.surroundings.words}"
         own = None if bad is not None else loader.fields if there else []
-        hears = not own if self._gives_up else self._schedule.stream or first == 0 or self._collectives.lanes.count > 1
-        told = self._collectives.job.note(what, own, hears)
-        if hears:
-            try:
-                of_all = told()
-            except RunError as fault:
-                if bad is None:
-                    raise
-                raise bad from fault
-            going = next((rank for rank, each in enumerate(of_all) if each), None)
-            if not there and going is not None:
-                bad = bad or RunError(f"batches differ between ranks: there are {loader.batches_read} on rank "
-                                      f"{self._collectives.job.rank} and more on rank {going}", hint=SAME_BATCHES)
+        job, comparison = self._collectives.job, self._loaders.comparison
+        batches = comparison.take()
+        batch = self._batch = (self._number, next(self._batches)) if self._gives_up else None
+        if loader.error is not None:
+            loader.close()
+        of_all: list[Any] = []  # where this one cannot begin a batch that others begin
+        try:
+            if batch is None and (self._schedule.stream or first == 0 or self._collectives.lanes.count > 1):
+                job.begin(None, what, bad, batches)()
+                comparison.tell(batches if self._schedule.stream else ())
+            elif batch is None or own:
+                comparison.expect(first, job.note(what, own, "later", batches))
+            else:
+                of_all = job.note(what, own, hears=True)()
+        except RunError as fault:
+            if bad is None or bad is fault:
+                raise
+            raise bad from fault
+        going = next((rank for rank, each in enumerate(of_all) if each), None)
+        if going is not None:
+            bad = bad or RunError(f"batches differ between ranks: there are {loader.batches_read} on rank {job.rank} "
+                                  f"and more on rank {going}", hint=SAME_BATCHES)
+            if batch is None or (watchdog := watch.watchdog) is None or not watchdog.give_up(batch):
+                raise bad
+            [worker] = self._workers.values()
+            worker.held = first, min(worker.stages), bad
+            if not there:
                 loader.close()
-            if going is None or batch is None:
-                if not all(of_all) and of_all != [[]] * len(of_all):
-                    self._collectives.job.begin(None, what, error if going is None else bad)()
-            elif bad is not None:
-                if (watchdog := watch.watchdog) is None or not watchdog.give_up(batch):
-                    raise bad
-                [worker] = self._workers.values()
-                worker.held = first, min(worker.stages), bad
-                if not there:
-                    loader.stand_in(of_all[going])
-                there = True
+                loader.stand_in(of_all[going])
+            there = True
+        elif None in of_all:
+            job.begin(None, what, bad)()
         elif error is not None:
             raise error
         # Also where the batches end, since they may end on one rank only.
@@ -253,13 +263,21 @@ class Training:
                 break
             made = yield from self._train_to_pause(loader, first, pause, pauses)
             updates = None if updates is None else updates - made
+        self._loaders.agree_on_end(loader)
         self._loaders.end(loader)
 
     def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None, pauses: Pauses
                         ) -> Generator[Step, None, int]:
         """Train until the next pause, or an earlier one that is named meanwhile; return the number of steps."""
-        assignment = replace(self._schedule.assignment,
-                             has_microbatch=lambda microbatch: loader.has(first + microbatch))
+        comparison = self._loaders.comparison
+
+        def has_microbatch(microbatch: int) -> bool:
+            there = loader.has(first + microbatch)
+            if comparison.untold:
+                comparison.tell(comparison.take())
+            return there
+
+        assignment = replace(self._schedule.assignment, has_microbatch=has_microbatch)
         segment = self._segment(loader, first, assignment)
         stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, assignment), self._results)
         try:
@@ -362,7 +380,7 @@ class Training:
                 companion.begin()  # with what a script has made of the weights before the first update
         base = self._schedule.assignment.index_of(self.position.microbatches)
         return Segment(loader, first, base, self.position.steps, assignment,
-                       training=True, autocast=self.surroundings.autocast)
+                       training=True, autocast=self.surroundings.autocast, confirm=self._loaders.comparison.confirm)
 
     @set_aside
     def drain(self) -> Sequence[Step]:

@@ -20,7 +20,6 @@ from vpipe.distributed.fault import may_follow
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime.activations import DropoutKey, Record, SpanActivations
-from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.microbatches import Segment, Signature
@@ -93,16 +92,14 @@ class Worker:
         tied: weights of these stages that other stages share.
         transport: of the rank.
         p2p: transfers between these stages and their neighbours.
-        comparison: of batches, where other processes read them, too.
         fully_sharded: these stages where lanes share out their weights.
         last_stage: of the pipeline.
     """
 
     def __init__(self, stages: Mapping[int, Stage], steps: OptimizerSteps, tied: TiedWeights, transport: Transport,
-                 p2p: P2PTransfers, comparison: BatchComparison | None, fully_sharded: FullyShardedStages,
-                 last_stage: int) -> None:
+                 p2p: P2PTransfers, fully_sharded: FullyShardedStages, last_stage: int) -> None:
         self.rank, self.stages, self.transport, self.optimizer_steps = transport.rank, stages, transport, steps
-        self.tied, self.comparison, self.fully_sharded, self.last_stage = tied, comparison, fully_sharded, last_stage
+        self.tied, self.fully_sharded, self.last_stage = tied, fully_sharded, last_stage
         self.p2p, self.values = p2p, p2p.values
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self._holds = False
@@ -140,8 +137,6 @@ class Worker:
         self.optimizer_steps.begin(segment)
         self.tied.begin(segment.assignment)
         self.p2p.begin(segment)
-        if self.comparison is not None:
-            self.comparison.begin(segment)
 
     def execute(self, action: Action) -> None:
         """Execute one action.
@@ -201,12 +196,6 @@ class Worker:
         for stage in self.stages.values():
             for weights in stage.all_weights:
                 weights.abandon()
-
-    def drop_checksums(self, microbatches: range) -> None:
-        """Compare the batches of a finished step with those of replicas, and drop their checksums."""
-        if self.comparison is not None:
-            self.comparison.compare_replicas(microbatches)
-            self.comparison.forget(microbatches.stop)
 
     @contextmanager
     def evaluating(self, wanted: Outputs | None, holds: bool) -> Iterator[None]:
@@ -336,8 +325,6 @@ class Worker:
         return outputs, record
 
     def _post_activations(self, stage_index: int, microbatch: int) -> None:
-        if self.comparison is not None and microbatch >= self.comparison.posted_until[stage_index]:
-            self.comparison.post(stage_index, microbatch)
         self.p2p.post_activations(stage_index, microbatch)
 
     def forward_inputs(self, stage_index: int, microbatch: int) -> ForwardInputs:
@@ -348,8 +335,6 @@ class Worker:
         fields = {name: value if value.device == stage.device else accelerator.queued_copy(value, stage.device)
                   for name, value in segment.loader.consume(segment.first + microbatch).items()
                   if name in stage.spec.fields and not self.passing}
-        if self.comparison is not None and microbatch >= self.comparison.compared_until[stage_index]:
-            self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.assignment.update_every)
         within, _ = segment.assignment.microbatch_and_slice(within)
         within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
@@ -453,8 +438,6 @@ class Worker:
         return self.optimizer_steps.completing(stage_index, microbatch, whole) or NOTHING
 
     def _reduce(self, stage_index: int, update: int) -> None:
-        if self.comparison is not None and stage_index == self.last_stage:
-            self.comparison.compare_replicas(self.segment.assignment.in_update(stage_index, update))
         if stage_index in self.fully_sharded:
             self.fully_sharded.reduce(stage_index, update)
         else:

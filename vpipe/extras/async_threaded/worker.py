@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from vpipe import accelerator
 from vpipe.distributed import watch
 from vpipe.errors import RunError
-from vpipe.runtime import Worker
+from vpipe.runtime import Worker, transport
 from vpipe.schedules import Action, kinds
 
 Op, GRADIENT = kinds.Op, kinds.GRADIENT
@@ -198,7 +198,7 @@ class ThreadedWorker(Worker):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._in_turn = self.comparison is None  # ranks of one process take turns: a forward ends before the next runs
+        self._in_turn = not isinstance(self.transport, transport.DistributedTransport)  # in one process
         device = next(iter(self.stages.values())).device
         self._streams = DeviceStreams(device) if device.type != "cpu" else Streams()
         self._ordered = {index for index, stage in self.stages.items() if stage.saves_buffers}

@@ -363,8 +363,8 @@ class DistributedTransport:
         self.finish()  # all ranks have gone through the transfers of their programs
 
     def finish(self) -> None:
-        for (peer, kind), under_way in self._sent.items():
-            while under_way and kind != TransferKind.CHECKSUMS:
+        for (peer, _), under_way in self._sent.items():
+            while under_way:
                 self._complete(peer, *under_way.popleft())
         self._announced.clear()
         check_all_taken(self.untaken(), self.lane[self.rank])

@@ -34,7 +34,6 @@ class TransferKind(StrEnum):
     SHARES = "D", "a replica's gradients, bucket", "from stage"
     SUMS = "S", "the sum of gradients, bucket", "from stage"
     WEIGHTS = "U", "the weights of a replica, bucket", "from stage"
-    CHECKSUMS = "C", "the checksums of batches, message", "for stage"
 
     __hash__ = str.__hash__  # an enumeration's own is a function of Python, and keys are looked up for every transfer
 
@@ -158,8 +157,7 @@ class Transport(Protocol):
         """Drop all transfers under way between ranks of this process; wait for those between processes."""
 
     def finish(self) -> None:
-        """Wait until all sends have arrived, except checksums of batches: the last ones are received when ranks agree
-        that the batches have ended.
+        """Wait until all sends have arrived.
 
         Raises:
             RunError: a posted transfer was never received.
