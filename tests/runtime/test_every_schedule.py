@@ -101,9 +101,9 @@ def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.Mo
     orders: dict[str, dict[tuple[int, int, str, int], list[int]]] = {"send": {}, "post": {}}
     send, post = InProcessTransport.send, InProcessTransport.post
 
-    def sending(self: InProcessTransport, peer: int, key: TransferKey, tensors: Any, announce: bool = False) -> None:
+    def sending(self: InProcessTransport, peer: int, key: TransferKey, tensors: Any) -> None:
         orders["send"].setdefault((self.rank, peer, key.kind, key.stage), []).append(key.number)
-        send(self, peer, key, tensors, announce)
+        send(self, peer, key, tensors)
 
     def posting(self: InProcessTransport, peer: int, key: TransferKey, specs: Any) -> None:
         orders["post"].setdefault((peer, self.rank, key.kind, key.stage), []).append(key.number)

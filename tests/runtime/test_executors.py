@@ -18,14 +18,14 @@ from world import World
 from vpipe import Model, Pipeline
 from vpipe.description import Executor
 from vpipe.runtime.transport.process_group import DistributedTransport
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
+from vpipe.runtime.transport.transport import SPECS_SPEC, TensorSpec, TransferKey, TransferKind, specs_as_tensor
 from vpipe.schedules.action import Action
 
 # -- jobs ---------------------------------------------------------------------------------------------
 
 
 _PATIENCE = timedelta(seconds=30)
-_F = TransferKey(TransferKind.ACTIVATIONS, 1, 0)
+_F, _H = (TransferKey(kind, 1, 0) for kind in (TransferKind.ACTIVATIONS, TransferKind.SPECS))
 
 
 def most_behind(*, executor: str, schedule: str) -> int:
@@ -57,7 +57,9 @@ def settles(*, announce: bool) -> bool:
     name, tensor = f"settles {announce}", torch.ones(3)
     ready = False
     if dist.get_rank() == 0:
-        transport.send(1, _F, [tensor], announce=announce)
+        if announce:
+            transport.send(1, _H, [specs_as_tensor([TensorSpec.from_tensor(tensor)])])
+        transport.send(1, _F, [tensor])
         store.set(f"{name} sent", "")
         transport.wait_sent(TransferKind.ACTIVATIONS)
         ready = store.check([f"{name} ready"])
@@ -69,9 +71,10 @@ def settles(*, announce: bool) -> bool:
         else:  # long enough for the other to go on if it does not wait
             if _never(store, f"{name} settled"):
                 store.set(f"{name} ready", "")
-        transport.post(0, _F, None if announce else [TensorSpec.from_tensor(tensor)])
         if announce:
-            transport.receive_specs(0, _F)
+            transport.post(0, _H, [SPECS_SPEC])
+            transport.receive(0, _H)
+        transport.post(0, _F, [TensorSpec.from_tensor(tensor)])
         assert torch.equal(transport.receive(0, _F)[0], tensor)
     transport.finish()
     return ready

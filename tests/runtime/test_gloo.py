@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jobs
 import pytest
@@ -13,6 +14,7 @@ from world import World
 
 from vpipe.description import Executor
 from vpipe.distributed.environment import AT_START, SPARE, joining
+from vpipe.runtime import p2p
 from vpipe.schedules.registry import RegisteredSchedule
 
 EVEN, UNEVEN = [2, 2, 2, 2], [1, 4, 2, 1]
@@ -44,6 +46,23 @@ def test_every_schedule(world: World, schedule: str, rules: Mapping[str, bool] |
                           partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
     assert {norm is not None and norm > 0 for *_, norm, _ in run["steps"]} == {RegisteredSchedule.named(schedule).flush}
     assert len(set(run["state"].values())) == len(run["state"]), "different tensors have different fingerprints"
+
+
+def with_short_memory(**run: Any) -> tuple[Any, int]:
+    """A run in which the ends of a transfer know the shapes of two batches at a time, and how many a rank knows."""
+    known = list[int]()
+    with patch.object(p2p, "MOST_BATCHES", 2), patch.object(
+            p2p, "_remember", lambda *entry: (remember(*entry), known.append(len(entry[0])))):
+        return jobs.train(**run), max(known, default=0)
+
+
+remember = p2p._remember
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_shapes_that_both_ends_have_forgotten_are_told_again(world: World, schedule: str) -> None:
+    run = {**RICH, "schedule": schedule, "batches": 7, "lengths": [6, 9, 3, 5]}
+    assert world.run(with_short_memory, **run) == [[jobs.train(**run), 2]] * 4
 
 
 @over(*[("gloo", {"schedule": "gpipe", **changes}) for changes in (UNTIED, SHAPES, STOCHASTIC)],

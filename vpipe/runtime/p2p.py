@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,17 +15,32 @@ from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.compression import CompressedTransport
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+from vpipe.runtime.transport.transport import (
+    SPECS_SPEC,
+    TensorSpec,
+    TransferKey,
+    TransferKind,
+    Transport,
+    decode_specs,
+    specs_as_tensor,
+)
 from vpipe.runtime.values import KEPT, Values, bytes_of
 from vpipe.schedules.kinds import OUTPUT, OUTPUT_GRADIENT
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
+_SPECS = TransferKind.SPECS
 
 _Kind = tuple[bool, torch.dtype | None]
 """Of a segment: whether it is training, and the autocast around it."""
 
-_Channel = tuple[int, int, _Kind, Signature]
-"""The receiving stage, the peer, the segment, the batch's shapes: these determine what is transferred."""
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+_Batch = tuple[_Kind, Signature]
+"""The segment and the batch's shapes: these determine what is transferred to a stage from a peer."""
+
+MOST_BATCHES = 1024
+"""Shapes of batches that both ends of a transfer know at one time: the ones before are told again."""
 
 
 class _OutputSpecs(NamedTuple):
@@ -43,6 +58,13 @@ class _OutputSpecs(NamedTuple):
             for spec, t in zip(self.outputs, outputs, strict=True))
 
 
+def _remember(table: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Add an entry to a table; forget the oldest of too many."""
+    table[key] = value
+    if len(table) > MOST_BATCHES:
+        del table[next(iter(table))]
+
+
 class _Leaving(NamedTuple):
     """Outputs that another rank needs, until they are sent."""
 
@@ -56,8 +78,8 @@ class P2PTransfers:
 
     They lie in the rank's values: a list of a stage's outputs, a dict of their gradients by name. A stage on the same
     rank takes them there; a send takes them for another rank, whose transport has them until its stage asks for them.
-    The first transfer for a new batch shape carries a header with its specs. Later receives on that channel are posted
-    after it arrives, in send order.
+    Before the first transfer for a new batch shape its specs are sent. Later receives of the stage from the peer are
+    posted after they arrive, in send order.
 
     Args:
         kept: inputs that ranks have, by stage.
@@ -67,11 +89,12 @@ class P2PTransfers:
                  values: Values) -> None:
         self._transport, self._kept, self.values = transport, kept, values
         self._kept_for = {each.since: stage for stage, each in kept.items()}
-        self._specs: dict[tuple[int, _Kind, Signature], _OutputSpecs] = {}  # by stage
-        self._announced: dict[_Channel, list[TensorSpec]] = {}
-        self._incoming: dict[_Channel, list[TensorSpec]] = {}
-        # Receives in order, by stage and peer: the header of the first is posted, the others are posted after it.
-        self._queued: dict[tuple[int, int], deque[tuple[TransferKey, _Channel]]] = defaultdict(deque)
+        self._specs: dict[tuple[int, _Kind, Signature], _OutputSpecs] = {}  # by stage; of the latest batches
+        # By receiving stage and peer, in the order of sending: both ends forget the same ones.
+        self._announced: dict[tuple[int, int], dict[_Batch, list[TensorSpec]]] = defaultdict(dict)
+        self._incoming: dict[tuple[int, int], dict[_Batch, list[TensorSpec]]] = defaultdict(dict)
+        # Receives in order, by stage and peer: the specs of the first are awaited, the others are posted after it.
+        self._queued: dict[tuple[int, int], deque[tuple[TransferKey, _Batch]]] = defaultdict(deque)
         self._segment: Segment
 
     def begin(self, segment: Segment) -> None:
@@ -107,7 +130,7 @@ class P2PTransfers:
             peer, key = self.source(_ACTIVATIONS, stage, microbatch)
             queue = self._queued[stage, peer]
             while queue and any(key == queued for queued, _ in queue):
-                self._receive_specs(peer, queue)
+                self._receive_specs(stage, peer)
             received = self._transport.receive(peer, key)
         if stage not in self._kept:
             return received
@@ -129,7 +152,8 @@ class P2PTransfers:
         does not have. Keep what a later stage of this rank needs."""
         specs = self._specs.get((stage, self._kind, signature))
         if specs is None or not specs.match(outputs):
-            specs = self._specs[stage, self._kind, signature] = self._specs_of(stage, names, outputs)
+            specs = self._specs_of(stage, names, outputs)
+            _remember(self._specs, (stage, self._kind, signature), specs)
         if self._segment.training and self._segment.assignment.trains(stage):
             self.values[OUTPUT_GRADIENT, stage, microbatch] = specs
         if stage in self._kept_for:
@@ -170,14 +194,16 @@ class P2PTransfers:
     # -- SEND_F, RECV_F, SEND_B, RECV_B --------------------------------------------------------------------
 
     def send_activations(self, stage: int, microbatch: int) -> None:
-        """Send a stage's outputs to the next stage, with a header if it does not know their specs."""
+        """Send a stage's outputs to the next stage, and before them their specs if it does not know them."""
         key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
         peer, leaving = self._rank_of(key.stage, microbatch), self.values.pop((OUTPUT, stage, microbatch))
         tensors, specs, signature = leaving
-        channel = (key.stage, peer, self._kind, signature)
-        known = self._announced.get(channel)
+        announced, batch = self._announced[key.stage, peer], (self._kind, signature)
+        known = announced.get(batch)
         if known is None:
-            self._announced[channel] = specs
+            if self._transport.needs_specs:
+                self._transport.send(peer, key._replace(kind=_SPECS), [specs_as_tensor(specs)])
+            _remember(announced, batch, specs)
         elif known is not specs and known != specs:
             alike = [str(spec) for spec in specs] == [str(spec) for spec in known]
             now, then = (", ".join(f"{spec}{' with a gradient' * (alike and spec.wants_gradient)}" for spec in each)
@@ -187,33 +213,38 @@ class P2PTransfers:
                             hint="freeze a whole stage before the pipeline is built" if alike else
                                  "shapes between stages must follow from the shapes of the batch: pad where they "
                                  "depend on the values")
-        self._transport.send(peer, key, tensors, announce=known is None)
+        self._transport.send(peer, key, tensors)
 
     def post_activations(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input."""
         peer, key = self.source(_ACTIVATIONS, stage, microbatch)
-        segment = self._segment
-        channel = (stage, peer, self._kind, segment.loader.signature(segment.first + microbatch))
-        queue, specs = self._queued[stage, peer], self._incoming.get(channel)
-        if not queue:
-            self._transport.post(peer, key, specs)
-        if queue or specs is None:
-            queue.append((key, channel))
-            if self._transport.ordered:  # the receive keeps its place among all transfers
-                self._receive_specs(peer, queue)
+        if not self._transport.needs_specs:
+            self._transport.post(peer, key, ())
+            return
+        queue = self._queued[stage, peer]
+        queue.append((key, (self._kind, self._segment.loader.signature(self._segment.first + microbatch))))
+        if len(queue) == 1:
+            self._post_queued(stage, peer)
+        if queue and self._transport.ordered:  # the receive keeps its place among all transfers
+            self._receive_specs(stage, peer)
 
-    def _receive_specs(self, peer: int, queue: deque[tuple[TransferKey, _Channel]]) -> None:
-        """Wait for the header at the head of the queue; post those after it, in send order, up to the next unknown
-        specs."""
-        key, channel = queue.popleft()
-        self._incoming[channel] = self._transport.receive_specs(peer, key)
+    def _post_queued(self, stage: int, peer: int) -> None:
+        """Post the receives in the queue, in send order; the first one of unknown specs waits for these."""
+        queue, incoming = self._queued[stage, peer], self._incoming[stage, peer]
         while queue:
-            key, channel = queue[0]
-            specs = self._incoming.get(channel)
-            self._transport.post(peer, key, specs)
-            if specs is None:
+            key, batch = queue[0]
+            if (specs := incoming.get(batch)) is None:
+                self._transport.post(peer, key._replace(kind=_SPECS), [SPECS_SPEC])
                 return
+            self._transport.post(peer, key, specs)
             queue.popleft()
+
+    def _receive_specs(self, stage: int, peer: int) -> None:
+        """Wait for the specs at the head of the queue, and post what waits for them."""
+        key, batch = self._queued[stage, peer][0]
+        [told] = self._transport.receive(peer, key._replace(kind=_SPECS))
+        _remember(self._incoming[stage, peer], batch, decode_specs(told.numpy().tobytes()))
+        self._post_queued(stage, peer)
 
     def send_gradients(self, stage: int, microbatch: int) -> None:
         """Send the gradients of a stage's inputs to the stage before."""

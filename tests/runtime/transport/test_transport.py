@@ -9,22 +9,27 @@ import torch
 from golden import refusal
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.process_group import HEADER_BYTES, MOST_TENSORS, _tag, header_of
+from vpipe.runtime.transport.process_group import _tag
 from vpipe.runtime.transport.transport import (
+    MOST_TENSORS,
+    SPECS_SPEC,
     InProcessTransport,
     Mailbox,
     TensorSpec,
     TransferKey,
     TransferKind,
     decode_specs,
+    specs_as_tensor,
 )
+
+ONE = TensorSpec((1,), torch.float32, wants_gradient=False)
 
 
 def test_tensors_change_hands_without_a_copy() -> None:
     room: Mailbox = {}
     left, right = InProcessTransport(0, room), InProcessTransport(1, room)
     key, tensor = TransferKey(TransferKind.ACTIVATIONS, 1, 3), torch.arange(3.0)
-    right.post(0, key, None)
+    right.post(0, key, [])
     left.send(1, key, [tensor, tensor.int()])
     assert list(room) == [(0, 1, key)]
     first, second = right.receive(0, key)
@@ -70,21 +75,18 @@ def test_a_spec_is_what_the_receiver_must_know() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int8, torch.bool,
                                    torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,)])
-def test_announced_shapes_arrive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    wants = dtype.is_floating_point or dtype.is_complex
-    tensors = [torch.empty(shape, dtype=dtype, requires_grad=wants), torch.empty(1)]
-    header = header_of(tensors)
-    assert header.nbytes == HEADER_BYTES
-    assert decode_specs(header.numpy().tobytes()) == [
-        TensorSpec(shape, dtype, wants), TensorSpec((1,), torch.float32, wants_gradient=False)]
+def test_specs_arrive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    specs = [TensorSpec(shape, dtype, dtype.is_floating_point or dtype.is_complex), ONE]
+    told = specs_as_tensor(specs)
+    assert TensorSpec.from_tensor(told) == SPECS_SPEC
+    assert decode_specs(told.numpy().tobytes()) == specs
 
 
 def test_too_many_tensors_and_too_long_shapes_are_refused() -> None:
-    assert len(decode_specs(header_of([torch.empty(1)] * MOST_TENSORS).numpy().tobytes())) == 62
-    assert refusal(header_of, [torch.empty(1)] * 63) == (
-        "error: 63 tensors cross a cut between stages\nhint: at most 62 can")
+    assert len(decode_specs(specs_as_tensor([ONE] * MOST_TENSORS).numpy().tobytes())) == 62
+    assert refusal(specs_as_tensor, [ONE] * 63) == "error: 63 tensors cross a cut between stages\nhint: at most 62 can"
     with pytest.raises(UserError, match=r"shapes of 40 tensors between stages take [0-9]+ bytes\nhint: at most 4096"):
-        header_of([torch.empty((1,) * 60)] * 40)
+        specs_as_tensor([TensorSpec((1,) * 60, torch.float32, wants_gradient=False)] * 40)
 
 
 def test_tensors_under_way_at_one_time_have_tags_of_their_own() -> None:

@@ -13,9 +13,8 @@ from oracles import DECAY_AND_CLIP, AdamW, equals_its_oracle
 from torch import Tensor
 
 from vpipe import Pipeline, Transfers
-from vpipe.errors import UserError
-from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, CompressedTransport, Compression, Int8, _parts
-from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey, TransferKind
+from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, Compression, Int8, _parts
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
 CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": STOCHASTIC}
@@ -187,12 +186,3 @@ def test_the_codec_is_seen_in_the_numbers_and_in_the_bytes() -> None:
     assert len(set(map(tuple, losses.values()))) == 3
     # Per microbatch of 2 x 6 rows of 12: the states, the skip and a mask of a byte each, and two gradients.
     assert sent == {"none": 4 * 12 * (4 * 48 + 1), "bf16": 4 * 12 * (4 * 24 + 1), "int8": 4 * 12 * (4 * 16 + 1)}
-
-
-# -- what is refused -----------------------------------------------------------------------------------
-
-
-def test_more_tensors_than_a_compressed_cut_can_have() -> None:
-    transport = CompressedTransport(InProcessTransport(0, {}), compression())
-    with pytest.raises(UserError, match="32 tensors cross a cut that is compressed"):
-        transport.send(1, TransferKey(TransferKind.ACTIVATIONS, 1, 0), [randn(2, 8)] * 32, announce=True)

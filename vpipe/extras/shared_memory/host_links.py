@@ -135,14 +135,14 @@ class SharedMemoryTransfers:
         timeout_s: of a wait.
 
     Attributes:
-        posted: specs of the receives that are not taken yet, by rank and key; None where they are not known.
+        posted: specs of the receives that are not taken yet, by rank and key.
         arrived: what has come, and is not taken yet.
     """
 
     def __init__(self, links: HostLinks, generation: int, most_unaccepted: int, timeout_s: float) -> None:
         self.links = links
         self._generation, self._most, self._timeout_s = generation, most_unaccepted, timeout_s
-        self.posted: dict[tuple[int, TransferKey], Sequence[TensorSpec] | None] = {}
+        self.posted: dict[tuple[int, TransferKey], Sequence[TensorSpec]] = {}
         self.arrived: dict[tuple[int, TransferKey], deque[Arrival]] = {}
         # Activations, by peer: sent, and accepted there; accepted here, and as many as the peer was told.
         self._latest: dict[int, TransferKey] = {}
@@ -163,7 +163,7 @@ class SharedMemoryTransfers:
             self._sent[peer] += 1
         self._latest[peer] = key
 
-    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> None:
         """Post a receive."""
         self.posted[peer, key] = specs
         if key.kind == TransferKind.ACTIVATIONS and (peer, key) in self.arrived:
@@ -182,10 +182,8 @@ class SharedMemoryTransfers:
         if not arrivals:
             del self.arrived[peer, key]
         sent = arrival.layout.specs
-        if specs is None:
-            specs = sent
-        elif len(specs) != len(sent) or any(mine.shape != its.shape or mine.dtype is not its.dtype
-                                            for mine, its in zip(specs, sent, strict=True)):
+        if len(specs) != len(sent) or any(mine.shape != its.shape or mine.dtype is not its.dtype
+                                          for mine, its in zip(specs, sent, strict=True)):
             raise RunError(f"{key} from rank {peer} are {', '.join(map(str, sent))}, not {', '.join(map(str, specs))}",
                            hint="this is a defect of the schedule or of vpipe: please report it")
         return arrival.tensors(specs)

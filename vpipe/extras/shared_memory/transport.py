@@ -62,22 +62,17 @@ class SharedMemoryTransport(transport.DistributedTransport):
         if self._shared is not None:
             self.unhurried = self._shared.links.links
 
-    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
         shared, rank = self._shared, self.lane[peer]
         if shared is None or (link := shared.links.links.get(rank)) is None or link.full_here \
-                or not self._send_shared(shared, rank, key, tensors, announce):
-            super().send(peer, key, tensors, announce)
+                or not self._send_shared(shared, rank, key, tensors):
+            super().send(peer, key, tensors)
 
-    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> None:
         if self._shared is not None and self.lane[peer] in self._shared.links.links:
             self._shared.post(self.lane[peer], key, specs)
         else:
             super().post(peer, key, specs)
-
-    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        if self._shared is not None and self._await(self._shared, peer, key):
-            return self._shared.arrived[self.lane[peer], key][0].layout.specs
-        return super().receive_specs(peer, key)
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         if self._shared is not None and self._await(self._shared, peer, key):
@@ -96,11 +91,9 @@ class SharedMemoryTransport(transport.DistributedTransport):
     def untaken(self) -> list[TransferKey]:
         return super().untaken() + ([] if self._shared is None else [key for _, key in self._shared.posted])
 
-    def _send_shared(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey, tensors: Sequence[Tensor],
-                     announce: bool) -> bool:
+    def _send_shared(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey,
+                     tensors: Sequence[Tensor]) -> bool:
         """Send to a rank of the job through shared memory; return False if the memory is full."""
-        if announce:
-            transport.header_of(tensors)  # refuses what it would refuse over gloo
         try:
             shared.send(peer, key, tensors)
         except LinkClosedError as error:
@@ -109,7 +102,8 @@ class SharedMemoryTransport(transport.DistributedTransport):
         except OSError as error:
             shared.links.give_up(error.errno or 0)
             return False
-        self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
+        if key.kind != transport.TransferKind.SPECS:
+            self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
         if key.kind == _ACTIVATIONS and shared.is_crowded(peer):
             started = perf_counter()
             with PeerTransfer(peer, "sending", self.timeout_s, key, self):

@@ -1,7 +1,7 @@
 """What carries tensors from rank to rank, for packages that add a transport (docs/add-a-transport.md)."""
 
 from vpipe.distributed.connection import close_in_child
-from vpipe.runtime.transport.process_group import DistributedTransport, PeerTransfer, header_of, say_once
+from vpipe.runtime.transport.process_group import DistributedTransport, PeerTransfer, say_once
 from vpipe.runtime.transport.transport import (
     TensorSpec,
     TransferKey,
@@ -12,4 +12,4 @@ from vpipe.runtime.transport.transport import (
 )
 
 __all__ = ["DistributedTransport", "PeerTransfer", "TensorSpec", "TransferKey", "TransferKind", "close_in_child",
-           "contiguous", "decode_specs", "encode_specs", "header_of", "say_once"]
+           "contiguous", "decode_specs", "encode_specs", "say_once"]

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from vpipe.description.transfers import Transfers
-from vpipe.errors import UserError
 from vpipe.model.layer import seed_of
-from vpipe.runtime.transport.process_group import MOST_TENSORS
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 
 SCALE_BYTES = 4
@@ -173,47 +171,24 @@ def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[TensorSpec]) -
 class CompressedTransport:
     """Encode activations and gradients on sending, decode them on receiving. Receives are posted by the specs of the
     decoded tensors.
-
-    A peer that does not know those specs gets them with the first transfer: ahead of the encoded tensors comes one
-    empty tensor for each, with its shape after a 0, its dtype and its gradient flag.
     """
+
+    needs_specs = True
 
     def __init__(self, inner: Transport, compression: Compression) -> None:
         self.rank, self.ordered = inner.rank, inner.ordered
         self._inner, self._compression = inner, compression
         self._expected: dict[tuple[int, TransferKey], Sequence[TensorSpec]] = {}  # of encoded transfers
 
-    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        if self._compression.codec(key) is not None:
-            blanks = [_blank(tensor) for tensor in tensors] if announce else []
-            if 2 * len(blanks) > MOST_TENSORS:
-                raise UserError(f"{len(tensors)} tensors cross a cut that is compressed",
-                                hint=f"at most {MOST_TENSORS // 2} can: write compress: none for this cut")
-            tensors = [*blanks, *self._compression.encode(key, tensors)]
-        self._inner.send(peer, key, tensors, announce)
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
+        self._inner.send(peer, key, self._compression.encode(key, tensors))
 
-    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        codec = self._compression.codec(key)
-        if codec is not None and specs is not None:
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> None:
+        if (codec := self._compression.codec(key)) is not None:
             self._expected[peer, key] = specs
             specs = [codec.wire(spec) or spec for spec in specs]
         self._inner.post(peer, key, specs)
 
-    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        specs = self._inner.receive_specs(peer, key)
-        if self._compression.codec(key) is not None:
-            blanks = specs[:len(specs) // 2]
-            specs = [TensorSpec(blank.shape[1:], blank.dtype, blank.wants_gradient) for blank in blanks]
-            self._expected[peer, key] = specs
-        return specs
-
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         tensors, codec = self._inner.receive(peer, key), self._compression.codec(key)
-        if codec is None:
-            return tensors
-        specs = self._expected.pop((peer, key))
-        return decode(codec, tensors[len(tensors) - len(specs):], specs)
-
-
-def _blank(tensor: Tensor) -> Tensor:
-    return torch.empty((0, *tensor.shape), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+        return tensors if codec is None else decode(codec, tensors, self._expected.pop((peer, key)))

@@ -40,18 +40,14 @@ from vpipe.runtime.transport.transport import (
     TransferKey,
     TransferKind,
     check_all_taken,
-    decode_specs,
-    encode_specs,
 )
 
 SENDS_UNDER_WAY = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
-has in flight if that is more: in the first batch receives wait for headers. Losses, tied weights and their gradients
+has in flight if that is more: in the first batch receives wait for specs. Losses, tied weights and their gradients
 are received a pipeline depth later: of them it is this many and one per rank. The checker has proved that even 0 would
 not deadlock where receives are posted as the program says."""
 
-HEADER_BYTES = 4096
-MOST_TENSORS = 62
 _PLACES = {kind: place for place, kind in enumerate(TransferKind)}
 _HOST = torch.device("cpu")
 _generations = count()
@@ -228,9 +224,9 @@ class PeerTransfer:
 
 
 class _Posted(NamedTuple):
-    """A posted receive; without specs it is that of the header with them."""
+    """A posted receive."""
 
-    specs: Sequence[TensorSpec] | None
+    specs: Sequence[TensorSpec]
     work: list[dist.Work]
     buffers: list[Tensor]
 
@@ -238,8 +234,8 @@ class _Posted(NamedTuple):
 class DistributedTransport:
     """Transfer tensors from and to the one rank of this process.
 
-    A subclass overrides ``send``, ``post``, ``receive_specs`` and ``receive`` for what it carries another way, and
-    calls those here for the rest.
+    A subclass overrides ``send``, ``post`` and ``receive`` for what it carries another way, and calls those here for
+    the rest.
 
     Attributes:
         ordered: whether tensors are sent over a backend with nccl's rules. Transfers must then be posted and sent in
@@ -260,6 +256,8 @@ class DistributedTransport:
         lane: None where the pipeline has all ranks of the job.
     """
 
+    needs_specs = True
+
     def __init__(self, device: torch.device, timeout_s: float, in_flight: int, describe: Callable[[int], str],
                  buckets: int, lane: Sequence[int] | None = None) -> None:
         self.lane = lane = range(dist.get_world_size()) if lane is None else lane
@@ -271,7 +269,7 @@ class DistributedTransport:
         self._device, self._timeout = device, timedelta(seconds=timeout_s)
         self.watch = watch.watchdog
         self.most_under_way = dict.fromkeys(TransferKind, SENDS_UNDER_WAY + len(lane))
-        self.most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS),
+        self.most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS, TransferKind.SPECS),
                                               max(SENDS_UNDER_WAY, in_flight))
         # A sum over replicas waits for all peers, so the sends of the update before have ended.
         self.most_under_way |= dict.fromkeys((TransferKind.SHARES, TransferKind.SUMS, TransferKind.WEIGHTS),
@@ -286,48 +284,37 @@ class DistributedTransport:
         self._posted: dict[tuple[int, TransferKey], _Posted] = {}
         self._sent: dict[tuple[int, TransferKind], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = \
             defaultdict(deque)
-        # By peer and stage, microbatches sent with a header of which no gradient has arrived: until then the peer may
-        # not have received them, and does not post the receives after them.
+        # By peer and stage, microbatches whose specs were sent, and of which no gradient has arrived: until then the
+        # peer may not have received the specs, and does not post the receives after them.
         self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     # Methods of the protocol take the pipeline's ranks, all others the job's.
 
-    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
         peer = self.lane[peer]
         group, device = self._group_and_device(key)
         detached = [t.detach() for t in tensors]
         carried = accelerator.on_host(detached) if device == _HOST else [t.to(device).contiguous() for t in detached]
         # Even an empty tensor keeps its number, so that both sides count alike.
         with PeerTransfer(peer, "sending", self.timeout_s, key, self):
-            header = [(MOST_TENSORS, header_of(tensors))] if announce else []
-            work = self._start(dist.isend, peer, key, self._control, header)
-            work += self._start(dist.isend, peer, key, group, enumerate(carried))
-        self.bytes_sent += sum(t.nbytes for t in carried)
-        if announce and not self.ordered:
+            work = self._start(dist.isend, peer, key, group, enumerate(carried))
+        if key.kind is not TransferKind.SPECS:
+            self.bytes_sent += sum(t.nbytes for t in carried)
+        elif not self.ordered:
             self._announced[peer, key.stage].add(key.number)
         under_way = self._sent[peer, key.kind]
         under_way.append((key, work, carried))
         while len(under_way) > self.most_under_way[key.kind] and peer not in self.unhurried:
             self._complete(peer, *under_way.popleft())  # only now: the peer waits for what was just sent
 
-    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> None:
         peer = self.lane[peer]
-        with PeerTransfer(peer, "receiving", self.timeout_s, key, self):
-            if specs is None:
-                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-                self._posted[peer, key] = _Posted(
-                    None, self._start(dist.irecv, peer, key, self._control, [(MOST_TENSORS, header)]), [header])
-            else:
-                self._posted[peer, key] = self._post(peer, key, specs)
-
-    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        peer = self.lane[peer]
-        posted = self._posted[peer, key]
-        with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
-            self._wait(posted.work, on_host=True)
-            specs = decode_specs(posted.buffers[0].numpy().tobytes())
-            self._posted[peer, key] = self._post(peer, key, specs)
-        return specs
+        group, device = self._group_and_device(key)
+        with (PeerTransfer(peer, "receiving", self.timeout_s, key, self),
+              nullcontext() if self._receives is None else accelerator.using(self._device, self._receives)):
+            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+            self._posted[peer, key] = _Posted(
+                specs, self._start(dist.irecv, peer, key, group, enumerate(buffers)), buffers)
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         peer = self.lane[peer]
@@ -342,7 +329,6 @@ class DistributedTransport:
                 self.device_waits.append((begun, accelerator.mark(self._device)))
         if key.kind == TransferKind.GRADIENTS:
             self._announced[peer, key.stage + 1].discard(key.number)
-        assert specs is not None, "announced specs are received first"
         device = _HOST if for_host else self._device
         for buffer in () if for_host or self._receives is None else buffers:
             buffer.record_stream(accelerator.current_stream(device))  # or the next receive could have its memory
@@ -374,12 +360,6 @@ class DistributedTransport:
     def untaken(self) -> list[TransferKey]:
         """Return the posted receives that were never taken."""
         return [key for _, key in self._posted]
-
-    def _post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> _Posted:
-        group, device = self._group_and_device(key)
-        with nullcontext() if self._receives is None else accelerator.using(self._device, self._receives):
-            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-            return _Posted(specs, self._start(dist.irecv, peer, key, group, enumerate(buffers)), buffers)
 
     def _group_and_device(self, key: TransferKey) -> tuple[dist.ProcessGroup, torch.device]:
         """Return the group that carries a transfer, and where its tensors must be."""
@@ -432,13 +412,3 @@ def _tag(key: TransferKey, number: int, size: int, generation: int) -> int:
     mixed = (size * 0x9E3779B1 + number * 0x85EBCA77 & 0xFFFFFFFF) >> 22
     return ((turn * 16 + _PLACES[key.kind]) * 32 + key.stage % 32) * 1024 + mixed
 
-
-def header_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the encoded specs of tensors in a tensor of fixed size."""
-    if len(tensors) > MOST_TENSORS:
-        raise UserError(f"{len(tensors)} tensors cross a cut between stages", hint=f"at most {MOST_TENSORS} can")
-    code = encode_specs((t.shape, t.dtype, t.requires_grad) for t in tensors)
-    if len(code) > HEADER_BYTES:
-        raise UserError(f"the shapes of {len(tensors)} tensors between stages take {len(code)} bytes",
-                        hint=f"at most {HEADER_BYTES} are provided: let fewer tensors cross the cut")
-    return torch.frombuffer(bytearray(code.ljust(HEADER_BYTES)), dtype=torch.uint8)

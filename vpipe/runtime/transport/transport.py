@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from vpipe.errors import RunError
+from vpipe.errors import RunError, UserError
 
 
 class TransferKind(StrEnum):
@@ -34,6 +34,7 @@ class TransferKind(StrEnum):
     SHARES = "D", "a replica's gradients, bucket", "from stage"
     SUMS = "S", "the sum of gradients, bucket", "from stage"
     WEIGHTS = "U", "the weights of a replica, bucket", "from stage"
+    SPECS = "H", "the shapes of microbatch", "for stage"
 
     __hash__ = str.__hash__  # an enumeration's own is a function of Python, and keys are looked up for every transfer
 
@@ -104,6 +105,23 @@ def contiguous(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().requires_grad_(tensor.requires_grad)
 
 
+SPECS_SPEC = TensorSpec((4096,), torch.uint8, wants_gradient=False)
+"""The tensor that tells the specs of a transfer."""
+
+MOST_TENSORS = 62
+
+
+def specs_as_tensor(specs: Sequence[TensorSpec]) -> Tensor:
+    """Return the specs of a transfer as a tensor of :data:`SPECS_SPEC`."""
+    if len(specs) > MOST_TENSORS:
+        raise UserError(f"{len(specs)} tensors cross a cut between stages", hint=f"at most {MOST_TENSORS} can")
+    code, [size] = encode_specs((spec.shape, spec.dtype, spec.wants_gradient) for spec in specs), SPECS_SPEC.shape
+    if len(code) > size:
+        raise UserError(f"the shapes of {len(specs)} tensors between stages take {len(code)} bytes",
+                        hint=f"at most {size} are provided: let fewer tensors cross the cut")
+    return torch.frombuffer(bytearray(code.ljust(size)), dtype=torch.uint8)
+
+
 def encode_specs(specs: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> bytes:
     """Return shapes, dtypes and gradient flags as JSON."""
     return json.dumps([[shape, str(dtype).removeprefix("torch."), wants] for shape, dtype, wants in specs]).encode()
@@ -121,36 +139,35 @@ def decode_specs(code: bytes) -> list[TensorSpec]:
 
 
 class Transport(Protocol):
-    """Transfer tensors from and to one rank. Only ``receive``, ``receive_specs`` and the waits at the end block.
+    """Transfer tensors from and to one rank. Only ``receive`` and the waits at the end block.
 
     A tensor must not be changed between its send and its arrival.
 
     Attributes:
         ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.transfer_order`.
+        needs_specs: whether a receive needs the specs of what will arrive; these are then a transfer of their own.
         wait_s: seconds in which this rank has waited for others.
         device_waits: where given, of each ordered receive marks of the device around its wait are added.
     """
 
     ordered: bool
+    needs_specs: bool
     rank: int
     bytes_sent: int
     wait_s: float
     device_waits: list[tuple[torch.Event, torch.Event]] | None
 
-    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        """Send tensors; with ``announce`` first a header with their specs, which the peer does not know."""
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
+        """Send tensors."""
 
-    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        """Post a receive; without specs, that of the header."""
-
-    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        """Wait for the header of a transfer that was posted without specs, and post its receive."""
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> None:
+        """Post a receive; of no specs where none are needed."""
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         """Wait for a posted transfer; its tensors are leaves, which require a gradient as their spec says."""
 
     def wait_sent(self, kind: TransferKind) -> None:
-        """Wait until all sends of a kind have arrived, except those whose receiver still waits for a header. What is in
+        """Wait until all sends of a kind have arrived, except those whose receiver may still wait for specs. What is in
         shared memory has arrived."""
 
     def abandon(self) -> None:
@@ -171,7 +188,7 @@ Mailbox = dict[tuple[int, int, TransferKey], list[Tensor]]
 class InProcessTransport:
     """Transfer tensors between ranks of one process, without a copy."""
 
-    ordered = False
+    ordered = needs_specs = False
     device_waits: list[tuple[torch.Event, torch.Event]] | None = None
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
@@ -179,16 +196,13 @@ class InProcessTransport:
         self.bytes_sent = 0
         self.wait_s = 0.0
 
-    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
         self._mailbox[self.rank, peer, key] = list(tensors)
-        for tensor in tensors:
+        for tensor in tensors if key.kind is not TransferKind.SPECS else ():
             self.bytes_sent += tensor.nbytes
 
-    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> None:
         """Do nothing: tensors are in the mailbox when they are sent."""
-
-    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        return [TensorSpec.from_tensor(tensor) for tensor in self._mailbox[peer, self.rank, key]]
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         return self._mailbox.pop((peer, self.rank, key))

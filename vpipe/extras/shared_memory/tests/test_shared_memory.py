@@ -128,8 +128,8 @@ def transfers(links: HostLinks, generation: int = 0, most: int = 2) -> SharedMem
 
 def received(end: SharedMemoryTransfers, key: TransferKey, specs: list[TensorSpec] | None = None) -> list[Tensor]:
     [peer] = end.links.links
-    end.post(peer, key, specs)
     assert end.wait_for(peer, key)
+    end.post(peer, key, end.arrived[peer, key][0].layout.specs if specs is None else specs)
     return end.take(peer, key)
 
 
@@ -139,6 +139,7 @@ def pool_bytes(end: SharedMemoryTransfers) -> int:
 
 
 Ends = tuple[SharedMemoryTransfers, SharedMemoryTransfers]
+ONE = [TensorSpec((1,), torch.float32, wants_gradient=False)]
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -211,14 +212,14 @@ def test_activations_wait_for_posted_receives(ends: Ends) -> None:
     assert left.is_crowded(1)
     with pytest.raises(RuntimeError, match=r"Timed out waiting 200ms for rank 1"):
         left.wait(1, lambda: not left.is_crowded(1))
-    right.post(0, keys[1], None)
+    right.post(0, keys[1], ONE)
     right.links.receive(0.0)
     right.links.receive(0.0)
     with pytest.raises(RuntimeError, match="Timed out"):  # it waits, and tells what it has posted
         right.wait_for(0, TransferKey(TransferKind.ACTIVATIONS, 1, 9))
     left.wait(1, lambda: not left.is_crowded(1))
     assert [key for _, key, _ in left.unfinished()] == [keys[1]]
-    right.post(0, keys[0], None)
+    right.post(0, keys[0], ONE)
     list(right.unfinished())
     left.wait(1, lambda: not list(left.unfinished()))
     right.take(0, keys[0])
