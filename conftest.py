@@ -45,6 +45,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out tests of the whole, its documentation and its configs, that say something of an extra that is gone."""
     extras = Path(__file__).parent / "vpipe" / "extras"
     said = [extra for mark in item.iter_markers("extras") for extra in mark.args]
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    said += ["compression" for each in given if isinstance(each, dict) and "compress" in each]
     if absent := [extra for extra in said if not (extras / extra / "__init__.py").is_file()]:
         pytest.skip(f"deleted: {', '.join(absent)}")
 

@@ -1,6 +1,6 @@
 """The loss after equal samples, for every way and seed; the two stages take turns in one process.
 
-A run over gloo gives the same numbers to the bit (tests/runtime/transport/test_transport_compression.py), only later.
+A run over gloo gives the same numbers to the bit (the tests of vpipe/extras/compression), only later.
 """
 
 from __future__ import annotations

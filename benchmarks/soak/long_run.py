@@ -19,7 +19,6 @@ from vpipe.app.config.config import load_config
 from vpipe.app.train.job import Job
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.runtime.transport.compression import Compression
 from vpipe.testing import (
     CutCompression,
     ReferenceRun,
@@ -171,9 +170,9 @@ class LongRun:
                 progress(number * training.num_microbatches // per_step)
                 yield batch
 
-        compression = Compression.described(parallel.transfers, len(partition), training.seed)
-        cross = uncompressed if compression is None else CutCompression(job.model, partition, job.schedule.placement,
-                                                                        compression)
+        codecs = parallel.transfers.codecs(len(partition))
+        cross = CutCompression(job.model, partition, job.schedule.placement, codecs,
+                               training.seed) if set(codecs) - {"none"} else uncompressed
         recipe = TrainingRecipe(job.optimizer.from_named, training.num_microbatches, training.seed, job.lr_policy(),
                           training.grad_clip, trajectory, cross, training.on_nan == "skip")
         if job.schedule.flush:

@@ -17,6 +17,9 @@ rounded to the nearest or stochastically."""
 TRANSPORTS = PluginGroup("vpipe.transports", "transport")
 """What carries tensors between ranks beside gloo; each is a class (docs/add-a-transport.md)."""
 
+COMPRESSION = "compression"
+"""The one of them that encodes what another transport carries: of that transport, codecs and a seed."""
+
 
 @dataclass(frozen=True)
 class Transfers:
@@ -58,7 +61,7 @@ class Transfers:
     @property
     def group(self) -> str | None:
         """The backend of the process group."""
-        return "gloo" if self.backend is not None and self.backend in TRANSPORTS.names else self.backend
+        return "gloo" if self.backend in {*TRANSPORTS.names} - {COMPRESSION} else self.backend
 
     @property
     def transport(self) -> str | None:
@@ -72,4 +75,7 @@ class Transfers:
         if len(named) != stages - 1:
             raise UserError(f"compress has {len(named)} entries for the {stages - 1} cuts between {stages} stages",
                             hint="give one word for all cuts, or one entry per cut")
+        if set(named) - {"none"} and COMPRESSION not in TRANSPORTS.names:
+            raise UserError(f"compress is {shown(self.compress)}, but the extra that compresses is deleted",
+                            hint="put vpipe/extras/compression back, or leave compress out")
         return named

@@ -12,6 +12,7 @@ from vpipe.checkpoint.manifest import View
 from vpipe.description.cut import StageSpec, Ties, kept_inputs
 from vpipe.description.description import Description
 from vpipe.description.execution import Executor
+from vpipe.description.transfers import COMPRESSION, TRANSPORTS
 from vpipe.distributed.device import DeviceMap
 from vpipe.errors import UserError
 from vpipe.model.model import Model
@@ -26,7 +27,6 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import UncalledHooks, check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
-from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.process_group import transport_class
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.values import Values
@@ -90,9 +90,10 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         compile_layers([layer for stages in built.values() for stage in stages.values()
                         for layer in stage.modules.values()], backend)
     group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
-    compression = Compression.described(description.transfers, len(placement), description.seed)
+    codecs = description.transfers.codecs(len(placement))
+    compressed = TRANSPORTS.added(COMPRESSION) if set(codecs) - {"none"} else []
     # With compression every cut rounds all tensors, so a rank has not had what arrives there.
-    kept = {} if compression is not None else kept_inputs(placement, specs, model.names)
+    kept = {} if compressed else kept_inputs(placement, specs, model.names)
     for stage in (stage for stages in built.values() for stage in stages.values()):
         stage.kept_around.update(*(each.names for later, each in kept.items()
                                    if each.since < stage.spec.index < later))
@@ -134,8 +135,8 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
                     for s, stage in stages.items() if len(placement[s]) > 1}
         steps = OptimizerSteps(stages, optimizers, reducers, tied, transport, update, scaler, companions)
-        p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression), kept,
-                           values)
+        between = compressed[0](transport, codecs, description.seed) if compressed else transport
+        p2p = P2PTransfers(between, kept, values)
         workers[rank] = make_worker(
             stages, steps, tied, transport, p2p,
             FullyShardedStages(stages, group), len(placement) - 1)

@@ -14,7 +14,6 @@ from vpipe.description.cut import KeptInputs
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import (
     SPECS_SPEC,
     TensorSpec,
@@ -85,8 +84,7 @@ class P2PTransfers:
         kept: inputs that ranks have, by stage.
     """
 
-    def __init__(self, transport: Transport | CompressedTransport, kept: Mapping[int, KeptInputs],
-                 values: Values) -> None:
+    def __init__(self, transport: Transport, kept: Mapping[int, KeptInputs], values: Values) -> None:
         self._transport, self._kept, self.values = transport, kept, values
         self._kept_for = {each.since: stage for stage, each in kept.items()}
         self._specs: dict[tuple[int, _Kind, Signature], _OutputSpecs] = {}  # by stage; of the latest batches

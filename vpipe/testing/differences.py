@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from vpipe.description.description import Description
+from vpipe.description.transfers import COMPRESSION, TRANSPORTS
 from vpipe.errors import RunError
 from vpipe.model.model import Model
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.transport.compression import Compression, decode
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
+from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey, TransferKind
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build
 from vpipe.schedules.csv_format import CsvFile
@@ -149,9 +149,10 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     precision = ReferencePrecision(description.precision.name, description.precision.loss_scale)
     # Where forwards run in threads the backwards are reversed, but gradients are kept apart and added in order.
     turn = None if description.execution.threaded else _turn(schedule)
-    compression = Compression.described(description.transfers, len(partition), description.seed)
-    compress = uncompressed if compression is None else CutCompression(model, partition, schedule.placement,
-                                                                       compression)
+    codecs = description.transfers.codecs(len(partition))
+    compressed = bool(set(codecs) - {"none"})
+    compress = CutCompression(model, partition, schedule.placement, codecs,
+                              description.seed) if compressed else uncompressed
 
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
         return TrainingRecipe(update.make_optimizer, description.microbatches, description.seed, update.factor,
@@ -164,8 +165,8 @@ def references(model: Model, description: Description, schedule: Schedule, batch
         regrouped = [what for what, there in (
             ("tied gradients summed by stage", bool(schedule.ties)), ("gradients summed by replica", max(widths) > 1),
             ("gradients summed in the order of the file", turn is not None),
-            ("tensors coded at the cuts", compression is not None)) if there]
-        again = bool(regrouped) and compression is None
+            ("tensors coded at the cuts", compressed)) if there]
+        again = bool(regrouped) and not compressed
         run = flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
                            widths if regrouped else None, start, turn, measured=again)
         program = f"plain PyTorch{precision.description} on one device" + ", slice by slice" * (schedule.slices > 1)
@@ -193,16 +194,21 @@ def references(model: Model, description: Description, schedule: Schedule, batch
 class CutCompression:
     """Encode and at once decode the tensors and gradients that a pipeline would send between ranks.
 
-    It uses the pipeline's codecs. Where both sides of a cut are on the same rank for a microbatch, its
-    tensors are not compressed.
+    It sends them to itself over the transport that encodes them in the pipeline. Where both sides of a cut are on the
+    same rank for a microbatch, its tensors are not compressed.
 
     Args:
         partition: layers per stage.
         placement: ranks per stage.
+        compression: the codec of every cut.
+        seed: of the pipeline.
     """
 
-    def __init__(self, model: Model, partition: Sequence[int], placement: Placement, compression: Compression) -> None:
-        self._placement, self._compression = placement, compression
+    def __init__(self, model: Model, partition: Sequence[int], placement: Placement, compression: Sequence[str],
+                 seed: int) -> None:
+        [transport] = TRANSPORTS.added(COMPRESSION)
+        self._placement, self._compression, self._transport = placement, compression, transport(
+            InProcessTransport(0, {}), compression, seed)
         self._cuts = {spec.layers.start: spec for spec in model.split(partition)[1:]}
 
     def __call__(self, number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
@@ -217,7 +223,7 @@ class CutCompression:
             return
         sender, receiver = (ranks[Assignment.replica_of(microbatch, len(ranks))]
                             for ranks in self._placement[spec.index - 1:spec.index + 1])
-        if sender == receiver or self._compression.codecs[spec.index - 1] == "none":
+        if sender == receiver or self._compression[spec.index - 1] == "none":
             return
         before = [tensors[name] for name in spec.inputs]
         arrived = self.transfer(TransferKey(TransferKind.ACTIVATIONS, spec.index, number), before)
@@ -232,11 +238,10 @@ class CutCompression:
 
     def transfer(self, key: TransferKey, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors as they arrive."""
-        codec = self._compression.codec(key)
-        if codec is None:
-            return list(tensors)
-        specs = [TensorSpec.from_tensor(tensor) for tensor in tensors]
-        return decode(codec, self._compression.encode(key, tensors), specs)
+        self._transport.send(0, key, tensors)
+        self._transport.post(0, key, [TensorSpec.from_tensor(tensor) for tensor in tensors])
+        received: list[Tensor] = self._transport.receive(0, key)
+        return received
 
 
 class _CompressedCut(torch.autograd.Function):

@@ -16,7 +16,7 @@ from vpipe.app.config.parallel import Codec, ParallelSection
 from vpipe.app.verify import references, run_in_process
 from vpipe.description.transfers import CODECS
 from vpipe.errors import UserError
-from vpipe.runtime.transport.compression import Compression, Int8
+from vpipe.extras.compression.transport import Int8
 from vpipe.runtime.transport.transport import TensorSpec
 from vpipe.testing import CutCompression, compare
 
@@ -70,8 +70,7 @@ def test_one_cut() -> None:
     """Gradients come back coded; a tensor that nobody used comes back as zeros."""
     model = Model([Layer("first", nn.Identity, ("x",), ("h", "skip")), Layer("second", nn.Identity),
                    Layer("last", nn.Identity, ("h", "skip"), ("loss",))], batch=("x",))
-    compression = Compression(("int8", "none"), 0)
-    compress_cut, codec = CutCompression(model, [1, 1, 1], ((0,), (1,), (1,)), compression), Int8(False)
+    compress_cut, codec = CutCompression(model, [1, 1, 1], ((0,), (1,), (1,)), ("int8", "none"), 0), Int8(False)
     for number in range(2):
         values = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(number))
         h, skip, gradient, _ = values

@@ -8,15 +8,17 @@ that holds a NaN or an infinity arrives as NaN throughout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vpipe.description.transfers import Transfers
-from vpipe.model.layer import seed_of
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+from vpipe.runtime import transport
+
+TensorSpec = transport.TensorSpec
+TransferKey = transport.TransferKey
+_ACTIVATIONS, _GRADIENTS = transport.TransferKind.ACTIVATIONS, transport.TransferKind.GRADIENTS
 
 SCALE_BYTES = 4
 LARGEST = 127
@@ -116,79 +118,51 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     return words.random_(-2**63, None, generator=generator).view(torch.uint8)[:like.numel()].view(like.shape)
 
 
-@dataclass(frozen=True)
-class Compression:
-    """The codec of every cut, the same on every rank.
-
-    Attributes:
-        codecs: a name of :data:`~vpipe.description.transfers.CODECS` per cut; cut c lies between the stages c and
-            c + 1.
-        seed: the run's seed.
-    """
-
-    codecs: tuple[str, ...]
-    seed: int
-
-    @classmethod
-    def described(cls, transfers: Transfers, stages: int, seed: int) -> Compression | None:
-        """Return the compression of the cuts between so many stages; None when all are ``none``.
-
-        Raises:
-            UserError: there are codecs for another number of cuts.
-        """
-        codecs = transfers.codecs(stages)
-        return cls(codecs, seed) if set(codecs) - {"none"} else None
-
-    def codec(self, key: TransferKey) -> Codec | None:
-        """Return the codec of a transfer; None for one that is sent unchanged."""
-        if key.kind not in (TransferKind.ACTIVATIONS, TransferKind.GRADIENTS):
-            return None
-        name = self.codecs[cut_of(key)]
-        return None if name == "none" else Bf16() if name == "bf16" else Int8(name == "int8_stochastic")
-
-    def encode(self, key: TransferKey, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of a transfer as they are sent."""
-        codec = self.codec(key)
-        if codec is None:
-            return list(tensors)
-        return [tensor if codec.wire(TensorSpec.from_tensor(tensor)) is None else
-                codec.encode(tensor, seed_of(self.seed, key.number, cut_of(key),
-                                             int(key.kind == TransferKind.GRADIENTS), number))
-                for number, tensor in enumerate(tensors)]
-
-
-def cut_of(key: TransferKey) -> int:
-    """Return the cut that activations or gradients cross; the key names the stage that they are for."""
-    return key.stage - (key.kind == TransferKind.ACTIVATIONS)
-
-
-def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return the tensors of a transfer, with those specs, from the received ones."""
-    return [wire if codec.wire(spec) is None else codec.decode(wire, spec)
-            for wire, spec in zip(wires, specs, strict=True)]
-
-
 class CompressedTransport:
     """Encode activations and gradients on sending, decode them on receiving. Receives are posted by the specs of the
     decoded tensors.
+
+    Args:
+        inner: which carries them.
+        codecs: a name of ``vpipe.description.transfers.CODECS`` per cut, the same on every rank; cut c lies between the
+            stages c and c + 1.
+        seed: the run's seed.
     """
 
     needs_specs = True
 
-    def __init__(self, inner: Transport, compression: Compression) -> None:
+    def __init__(self, inner: Any, codecs: Sequence[str], seed: int) -> None:
         self.rank, self.ordered = inner.rank, inner.ordered
-        self._inner, self._compression = inner, compression
+        self._inner, self._seed = inner, seed
+        self._codecs = [None if name == "none" else Bf16() if name == "bf16" else Int8(name == "int8_stochastic")
+                        for name in codecs]
         self._expected: dict[tuple[int, TransferKey], Sequence[TensorSpec]] = {}  # of encoded transfers
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
-        self._inner.send(peer, key, self._compression.encode(key, tensors))
+        codec = self._codec(key)
+        self._inner.send(peer, key, tensors if codec is None else [
+            tensor if codec.wire(TensorSpec.from_tensor(tensor)) is None else
+            codec.encode(tensor, transport.seed_of(self._seed, key.number, cut_of(key), int(key.kind == _GRADIENTS), i))
+            for i, tensor in enumerate(tensors)])
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> None:
-        if (codec := self._compression.codec(key)) is not None:
+        if (codec := self._codec(key)) is not None:
             self._expected[peer, key] = specs
             specs = [codec.wire(spec) or spec for spec in specs]
         self._inner.post(peer, key, specs)
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
-        tensors, codec = self._inner.receive(peer, key), self._compression.codec(key)
-        return tensors if codec is None else decode(codec, tensors, self._expected.pop((peer, key)))
+        tensors: list[Tensor] = self._inner.receive(peer, key)
+        if (codec := self._codec(key)) is None:
+            return tensors
+        return [tensor if codec.wire(spec) is None else codec.decode(tensor, spec)
+                for tensor, spec in zip(tensors, self._expected.pop((peer, key)), strict=True)]
+
+    def _codec(self, key: TransferKey) -> Codec | None:
+        """Return the codec of a transfer; None for one that is sent unchanged."""
+        return self._codecs[cut_of(key)] if key.kind in (_ACTIVATIONS, _GRADIENTS) else None
+
+
+def cut_of(key: TransferKey) -> int:
+    """Return the cut that activations or gradients cross; the key names the stage that they are for."""
+    return key.stage - (key.kind == _ACTIVATIONS)
