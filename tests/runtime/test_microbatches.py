@@ -157,13 +157,11 @@ def test_a_batch_of_any_size_is_cut_as_evenly_as_it_can_be() -> None:
     assert (stream.total, stream.ended, stream.batches_read) == (len(flat), True, len(sizes))
     seen: dict[int, list[int]] = {}
     for microbatch, (number, size) in enumerate(flat):
-        assert (stream.batch_of(microbatch), stream.samples(microbatch, microbatch + 1)) == (number, size)
-        assert stream.end_of_batch(microbatch) == sum(len(part) for part in parts[:number + 1])
+        assert stream.samples(microbatch, microbatch + 1) == size
         assert stream.signature(microbatch) == (("x", (size,)), ("y", (size, 1)))
         seen.setdefault(number, []).extend(stream.consume(microbatch)["x"].tolist())
     assert list(seen.values()) == [list(range(size)) for size in sizes], "every sample once, in order"
     assert stream.samples(0, len(flat)) == sum(sizes)
-    assert stream.batch_of(len(flat)) == len(sizes)
 
 
 def test_a_later_batch_may_be_at_fault() -> None:

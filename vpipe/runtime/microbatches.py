@@ -210,15 +210,6 @@ class MicrobatchLoader:
         """Return whether the batches have ended, or reading one failed, before the pause."""
         return self._exhausted and (self.end is None or self._read < self.end)
 
-    def batch_of(self, microbatch: int) -> int:
-        """Return the number of the batch of a microbatch that was read, or after the last of these."""
-        return self._locate(microbatch)[1]
-
-    def end_of_batch(self, microbatch: int) -> int:
-        """Return the first microbatch after the batch of a microbatch that was read."""
-        sizes, _, within = self._locate(microbatch)
-        return microbatch - within + sizes.microbatches
-
     def signature(self, microbatch: int) -> Signature:
         """Return the shapes of a microbatch whose batch is still in use."""
         _, number, within = self._locate(microbatch)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -76,16 +76,6 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-def as_bytes(value: object, size: int = 0) -> Tensor:
-    """Return what JSON holds as a tensor of bytes, filled up to ``size``."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode().ljust(size)), dtype=torch.uint8)
-
-
-def from_bytes(received: Tensor) -> Any:
-    """Return the value that :func:`as_bytes` got."""
-    return json.loads(received.cpu().numpy().tobytes())
 
 
 def check_all_taken(left: Sequence[TransferKey], rank: int) -> None:
