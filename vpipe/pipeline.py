@@ -37,7 +37,7 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
-from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint, ShardedState
+from vpipe.runtime.pipeline_checkpoint import ShardedState, load_pipeline, save_pipeline
 from vpipe.runtime.pipeline_schedule import prepare_schedule
 from vpipe.runtime.stage_layers import NARROW
 from vpipe.runtime.stage_usage import StageUsage
@@ -358,7 +358,7 @@ class Pipeline:
     def sharded(self) -> ShardedState:
         """The state of this rank as ``torch.distributed.checkpoint`` saves and loads it, whatever the cut and the mesh:
         ``dcp.save({"pipe": pipe.sharded}, checkpoint_id=folder)``; a plain model's, too (docs/mesh.md)."""
-        return ShardedState(self.engine, self.description)
+        return ShardedState(self.engine)
 
     @together
     def save(self, folder: str | Path) -> None:
@@ -374,7 +374,8 @@ class Pipeline:
                 a checkpoint.
             RunError: it could not be written; a checkpoint that was there before still is.
         """
-        self._checkpoint(folder).save({**self.arrangement, "drained": True})
+        check_path("the folder", folder, "checkpoint")
+        save_pipeline(self.engine, Path(folder), {**self.arrangement, "drained": True})
 
     @together
     def load(self, folder: str | Path) -> Position:
@@ -394,7 +395,8 @@ class Pipeline:
             UserError: it is no checkpoint, is damaged, of another model, seed or optimizer, or falls within a batch
                 where the schedule takes only whole ones. Nothing has been loaded then.
         """
-        return self._checkpoint(folder).load(self.model)
+        check_path("the folder", folder, "checkpoint")
+        return load_pipeline(self.engine, Path(folder), self.model)
 
     @property
     def arrangement(self) -> dict[str, Any]:
@@ -524,14 +526,10 @@ class Pipeline:
         Raises:
             UserError: the position does not fit, training has begun, or tensors are missing.
         """
-        with self.engine.collectives.problems_of_all():
+        with self.engine.collectives.job.whole():
             self.engine.training.check_restorable(position)
             found = tensors(self.engine.wants)
         return self.engine.restore(position, found)
-
-    def _checkpoint(self, folder: str | Path) -> PipelineCheckpoint:
-        check_path("the folder", folder, "checkpoint")
-        return PipelineCheckpoint(self.engine, self.microbatches, self.description.seed, Path(folder))
 
 
 def _check_model(given: Arguments, model: object) -> None:

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial, reduce, wraps
@@ -196,7 +196,7 @@ class Collectives:
         for stage, ranks in enumerate(self._placement):
             for replica, rank in enumerate(ranks):
                 here = self._stage(stage, rank)
-                with self.problems_of_all():
+                with self.job.whole():
                     own = here.own_state(replica) if here else {}
                     if here is not None:
                         companion = self._workers[rank].optimizer_steps.companions[stage].get(view)
@@ -228,10 +228,6 @@ class Collectives:
             return numbers
         of_all = self.beside.all_gather(numbers)
         return [sum(each) for each in zip(*(of_all[lane] for lane in self.lanes.averaged), strict=True)]
-
-    def problems_of_all(self) -> AbstractContextManager[None]:
-        """Raise on all ranks what fails on one, before any goes on."""
-        return self.job.whole()
 
     def check_trained(self) -> None:
         """Refuse to train if there are parameters, but no stage has an optimizer; and if several stages, or replicas
@@ -448,7 +444,7 @@ class Collectives:
                 shared = self._broadcast(ranks[0], {name: local(buffer) for name, buffer in first.named_buffers()}
                                          if first else {})
                 others = [each for rank in ranks[1:] if (each := self._stage(stage, rank)) is not None]
-                with self.problems_of_all():
+                with self.job.whole():
                     for name, buffer in chain.from_iterable(each.named_buffers() for each in others):
                         own.append((buffer, buffer.clone()))
                         local(buffer).copy_(shared[name])

@@ -51,11 +51,12 @@ class Engine:
         local_stages: the stages of this process.
         training: its position is the pipeline's.
         surroundings: what a script has around its calls.
+        description: of the pipeline.
     """
 
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
                  world: DeviceMap, surroundings: Surroundings) -> None:
-        self.surroundings, self._description = surroundings, description
+        self.surroundings, self.description = surroundings, description
         timeout_s, distributed = description.transfers.timeout_s, len(world.lanes.own) > 1
         self.workers: dict[int, Worker] = {}
         self.collectives = collectives = Collectives(self.workers, specs, schedule.placement, world, timeout_s)
@@ -63,7 +64,7 @@ class Engine:
         if distributed and is_ordered(world.own):  # refuses while another pipeline has transfers under way
             tensor_groups(world.own, timedelta(seconds=timeout_s))
         collectives.check_same(model, schedule, description)
-        with collectives.problems_of_all():
+        with collectives.job.whole():
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)
         frozen = collectives.frozen_ties(stages)
@@ -96,7 +97,7 @@ class Engine:
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
         """Record the actions of training from now on; see :meth:`vpipe.Pipeline.record`."""
-        if (why := self._description.execution.no_timeline) is not None:
+        if (why := self.description.execution.no_timeline) is not None:
             raise UserError(why[0], hint=why[1])
         for rank, worker in self.workers.items():
             if rank in self._recorders:
@@ -120,7 +121,7 @@ class Engine:
 
     def check_averaged(self) -> None:
         """Refuse to look at the average of the weights where none is kept."""
-        if self._description.update.average is None:
+        if self.description.update.average is None:
             raise UserError("averaged is True, but no average follows the weights",
                             hint="keep one from the start: Update(optimizer, average=0.999)")
 
@@ -128,12 +129,12 @@ class Engine:
     def _averaged_weights(self) -> Iterator[None]:
         """Put the averages in place of the weights meanwhile; an evaluation gives them to all stages that use them."""
         with self.interrupts, self._interpreter.taken_back():
-            with self.collectives.problems_of_all():
+            with self.collectives.job.whole():
                 before = [(stage, {name: value.clone() for name, value in stage.state().items()},
                            worker.optimizer_steps.companions[number]["average"])
                           for worker in self.workers.values() for number, stage in worker.stages.items()]
             try:
-                with self.collectives.problems_of_all():
+                with self.collectives.job.whole():
                     for stage, state, average in before:
                         stage.load(average.view(state))
                 yield
@@ -181,7 +182,7 @@ class Engine:
     def tensors_here(self) -> dict[str, Tensor]:
         """Return the same without copies, and in every lane; of DTensors the shards."""
         self.training.drain()
-        with self._interpreter.taken_back(), self.collectives.problems_of_all():
+        with self._interpreter.taken_back(), self.collectives.job.whole():
             return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def wants(self, name: str) -> bool:
@@ -195,7 +196,7 @@ class Engine:
         Args:
             tensors: the :meth:`checkpoint_state` of all ranks together, or the part that this process :meth:`wants`.
         """
-        with self.collectives.problems_of_all():
+        with self.collectives.job.whole():
             self.training.check_restorable(position)
             wanted = [(part, {name: tensor for name, tensor in tensors.items() if part.wants(name)})
                       for part in self.parts]
@@ -203,7 +204,7 @@ class Engine:
                 part.check(own)
         with self.interrupts:
             try:
-                with self.collectives.problems_of_all():
+                with self.collectives.job.whole():
                     for part, own in wanted:
                         part.load(own)
             except BaseException:
@@ -211,7 +212,7 @@ class Engine:
                 raise
             with self._interpreter.taken_back():
                 pass
-            self.training.begin_at(replace(position, begun=position.within(self._description.microbatches)))
+            self.training.begin_at(replace(position, begun=position.within(self.description.microbatches)))
         [companions] = [part for part in self.parts if isinstance(part, CompanionState)]
         other_factors = self.collectives.exchange.united(companions.other_factors)
         return describe_other_factors(other_factors) if position.steps else None
