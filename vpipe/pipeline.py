@@ -557,17 +557,17 @@ def _check_lanes(description: Description, width: int) -> None:
     """
     execution, codecs = description.execution, set(description.transfers.codecs(description.cut.count)) - {"none"}
     why = execution.refused("mesh")
-    refused = [Problem(f"{what} beside a mesh whose layers compute over several lanes", hint) for what, there, hint in (
-        (f"the executor is {execution.executor}", why is not None, ": ".join(why or ())),
-        (f"compile is {execution.compile}", execution.backend is not None, "leave it out"),
-        (f"compress is {', '.join(sorted(codecs))}", bool(codecs),
-         "lanes would round what they hold in common apart: leave it out")) if there]
-    if execution.data is not None and width > 1:
-        refused.append(Problem(f"stages have {width} replicas, and data is '{execution.data}'",
-                               "let either replicas or lanes train on batches of their own"))
-    if execution.data is not None and description.precision.pure:
-        refused.append(Problem(f"precision is {description.precision.name}, and data is '{execution.data}'",
-                               "fully_shard has the weights in their own precision: use bf16 or fp16"))
+    beside = "beside a mesh whose layers compute over several lanes"
+    refused = [Problem(what, hint) for what, there, hint in (
+        (f"the executor is {execution.executor} {beside}", why is not None, ": ".join(why or ())),
+        (f"compile is {execution.compile} {beside}", execution.backend is not None, "leave it out"),
+        (f"compress is {', '.join(sorted(codecs))} {beside}", bool(codecs),
+         "lanes would round what they hold in common apart: leave it out"),
+        (f"stages have {width} replicas, and data is '{execution.data}'", execution.data is not None and width > 1,
+         "let either replicas or lanes train on batches of their own"),
+        (f"precision is {description.precision.name}, and data is '{execution.data}'",
+         execution.data is not None and description.precision.pure,
+         "fully_shard has the weights in their own precision: use bf16 or fp16")) if there]
     if refused:
         raise UserError.all_of(refused)
 
@@ -610,9 +610,8 @@ def _pauses(given: object) -> Callable[[int], int | None]:
         return lambda done: None
     if (every := as_integer(given)) is not None and every > 0:
         return lambda done: (done // every + 1) * every
-    wanted: list[int] = []
-    for each in given if isinstance(given, Collection) and not isinstance(given, Mapping | str) else [0]:
-        wanted.append(as_integer(each) or 0)
+    several = isinstance(given, Collection) and not isinstance(given, Mapping | str)
+    wanted = [as_integer(each) or 0 for each in given] if several else [0]
     if min(wanted, default=1) < 1:
         raise UserError(f"pauses is {shown(given)}", hint="give the number of updates from one pause to the next, such "
                         "as pauses=100, or a list of updates, such as pauses=[100, 250]")

@@ -20,7 +20,7 @@ Ended = Callable[..., subprocess.CompletedProcess[str]]
 
 HARDEST = {"eager": False, "buffered": False}
 TRANSFERS: Mapping[str, Mapping[str, bool] | None] = {
-    "runtime/collectives.py broadcast_tensors: work.wait(*limit)": None,
+    "runtime/collectives.py Collectives._broadcast_among: work.wait(limit)": None,
     "runtime/transport/process_group.py DistributedTransport._wait: work.wait(self._timeout)": None,
     "runtime/transport/process_group.py DistributedTransport._wait: work.wait()": HARDEST,
     "runtime/transport/process_group.py DistributedTransport.receive: "

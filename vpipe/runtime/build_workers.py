@@ -35,7 +35,6 @@ from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import describe_rank
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 
 
 def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
@@ -57,15 +56,15 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
                                       recomputed=description.cut.recomputed[spec.index],
                                       precision=description.precision)
                     for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
-    for stage in (stage for stages in built.values() for stage in stages.values()):
+    here = [stage for stages in built.values() for stage in stages.values()]
+    for stage in here:
         stage.divided = description.execution.data is not None
         stage.check_not_wrapped("")
         if stage.divided:
             check_divided(stage)
-    check_not_shared(stage for stages in built.values() for stage in stages.values())
-    for stages in built.values() if len(lane) > 1 else ():
-        for stage in stages.values():
-            check_meshes(dict(stage.named_parameters()), world.rank, lane)
+    check_not_shared(here)
+    for stage in here if len(lane) > 1 else ():
+        check_meshes(dict(stage.named_parameters()), world.rank, lane)
     return built
 
 
@@ -84,17 +83,17 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     distributed = len(lanes.own) > 1
     update, execution, precision = description.update, description.execution, description.precision
     update = replace(update, learning_rate_factor=lru_cache(update.learning_rate_factor))  # which may count its calls
+    here = [stage for stages in built.values() for stage in stages.values()]
     make_worker = worker_class(Executor.named(execution.executor))
     if (backend := execution.backend) is not None:
         check_compiled(backend, schedule, world.own)
-        compile_layers([layer for stages in built.values() for stage in stages.values()
-                        for layer in stage.modules.values()], backend)
+        compile_layers([layer for stage in here for layer in stage.modules.values()], backend)
     group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
     codecs = description.transfers.codecs(len(placement))
     compressed = TRANSPORTS.added(COMPRESSION) if set(codecs) - {"none"} else []
     # With compression every cut rounds all tensors, so a rank has not had what arrives there.
     kept = {} if compressed else kept_inputs(placement, specs, model.names)
-    for stage in (stage for stages in built.values() for stage in stages.values()):
+    for stage in here:
         stage.kept_around.update(*(each.names for later, each in kept.items()
                                    if each.since < stage.spec.index < later))
     mailbox: Mailbox = {}
@@ -111,13 +110,16 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
             stage.offloaded = stage.spec.index in schedule.offloaded_stages
             tied_here = chain.from_iterable(ties.get(stage.spec.index, {}).values())
             stage.weights.copied.update(stage.weights.names if len(placement[stage.spec.index]) > 1 else tied_here)
-        owners = assign_owners(stages, optimizers, placement) if update.zero1 else {}
+        replicated = {s: stage for s, stage in stages.items() if len(placement[s]) > 1}
+        # Balanced by bytes, of which those weigh nothing that no optimizer steps: every replica comes to the same.
+        owners = {s: owners_of([leaf.nbytes * (name in optimizers[s].of_parameter) for name, leaf in
+                                zip(stage.weights.names, stage.weights.leaves(), strict=True)], len(placement[s]))
+                  for s, stage in replicated.items() if update.zero1}
         for s, owned in owners.items():
             names = stages[s].weights.names
             own = [name for name, replica in zip(names, owned, strict=True) if placement[s][replica] == rank]
             optimizers[s].own(own)
             stages[s].weights.own(own)  # drops masters, which the optimizers have left then
-        replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
         transport: Transport = (
             transport_class(description.transfers, world.own)(
                 world.own, description.transfers.timeout_s, max(schedule.peak_activations),
@@ -133,7 +135,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
             if update.average is not None:
                 companions[s]["average"] = WeightAverage(stage, optimizers[s], update.average)
         reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
-                    for s, stage in stages.items() if len(placement[s]) > 1}
+                    for s, stage in replicated.items()}
         steps = OptimizerSteps(stages, optimizers, reducers, tied, transport, update, scaler, companions)
         between = compressed[0](transport, codecs, description.seed) if compressed else transport
         p2p = P2PTransfers(between, kept, values)
@@ -158,17 +160,6 @@ def worker_class(executor: Executor) -> type[Worker]:
         raise UserError(f"{executor.worker}, the class of the workers of the executor {executor.name}, is no Worker",
                         hint="derive it: class MyWorker(vpipe.runtime.Worker)")
     return found
-
-
-def assign_owners(stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
-                  placement: Placement) -> dict[int, list[int]]:
-    """Return of the stages of a rank that have replicas, which replica steps each parameter; balanced by their bytes.
-
-    Every replica comes to the same. What no optimizer steps weighs nothing.
-    """
-    return {s: owners_of([leaf.nbytes * (name in optimizers[s].of_parameter) for name, leaf in
-                          zip(stage.weights.names, stage.weights.leaves(), strict=True)], len(placement[s]))
-            for s, stage in stages.items() if len(placement[s]) > 1}
 
 
 def uncalled_hooks(stage: Stage, schedule: Schedule, ties: Ties,

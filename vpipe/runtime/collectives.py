@@ -64,39 +64,6 @@ ROUND_TRIPS = 40
 """Round trips of a comparison of two clocks."""
 
 
-def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, among: Sequence[int], job: Exchange,
-                      timeout_s: float | None = None) -> dict[str, Tensor]:
-    """Return the named tensors of one rank on every rank, in host memory. All these ranks must call it.
-
-    Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
-    interpreter and then abort the process at its exit.
-
-    Args:
-        tensors: of the source; the other ranks give none.
-        source: the rank that has them.
-        among: the ranks that are to have them.
-        job: whose ranks all call this, each for its own source; where one has no memory, all raise that.
-        timeout_s: how long one tensor may take; None: as long as the process group says.
-
-    Raises:
-        RunError: a rank did not answer in that time, or is gone.
-    """
-    limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
-    group, own = control_group(*limit), dist.get_rank() == source
-    described = job.from_rank([[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
-                               for name, t in tensors.items()], source)
-    with job.whole():
-        shared = {name: tensors[name].detach().to("cpu", copy=True).contiguous() if own else
-                  torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for name, shape, dtype in described}
-    for peer in (other for other in (among if own else [source]) if other != dist.get_rank()):
-        with PeerTransfer(peer, DOING, timeout_s):
-            for tensor in filter(Tensor.numel, shared.values()):
-                work = dist.isend(tensor, peer, group) if own else dist.irecv(tensor, peer, group)
-                assert work is not None, "this rank is in the group"
-                work.wait(*limit)
-    return shared
-
-
 def clock_offset() -> float:
     """Return what to add to this process's ``perf_counter`` to have that of rank 0. All ranks must call it.
 
@@ -219,7 +186,7 @@ class Collectives:
         if len(among) == 1:
             return [dict(tensors[rank]) for rank in self._placement[-1]]
         mine = next(iter(tensors.values()), {})
-        return [broadcast_tensors(mine, lane[rank % len(lane)], among, self.job, self.timeout_s)
+        return [self._broadcast_among(among, lane[rank % len(lane)], mine)
                 for lane in lanes for rank in self._placement[-1]]
 
     def over_lanes(self, numbers: list[float]) -> list[float]:
@@ -461,7 +428,37 @@ class Collectives:
         """Return the tensors of a rank on every rank."""
         if len(self._lane) == 1:
             return dict(tensors)
-        return broadcast_tensors(tensors, self._lane[rank], self._lane, self.job, self.timeout_s)
+        return self._broadcast_among(self._lane, self._lane[rank], tensors)
+
+    def _broadcast_among(self, among: Sequence[int], source: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the named tensors of one rank on every rank, in host memory. All ranks of the job must call it, each
+        for its own source; where one has no memory, all raise that.
+
+        Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
+        interpreter and then abort the process at its exit.
+
+        Args:
+            among: the ranks that are to have them.
+            source: the rank that has them.
+            tensors: of the source; the other ranks give none.
+
+        Raises:
+            RunError: a rank did not answer in the time that one tensor may take, or is gone.
+        """
+        limit = timedelta(seconds=self.timeout_s)
+        group, own = control_group(limit), dist.get_rank() == source
+        described = self.job.from_rank([[name, list(t.shape), str(t.dtype).removeprefix("torch.")]
+                                        for name, t in tensors.items()], source)
+        with self.job.whole():
+            shared = {name: tensors[name].detach().to("cpu", copy=True).contiguous() if own else
+                      torch.empty(shape, dtype=getattr(torch, dtype), device="cpu") for name, shape, dtype in described}
+        for peer in (other for other in (among if own else [source]) if other != dist.get_rank()):
+            with PeerTransfer(peer, DOING, self.timeout_s):
+                for tensor in filter(Tensor.numel, shared.values()):
+                    work = dist.isend(tensor, peer, group) if own else dist.irecv(tensor, peer, group)
+                    assert work is not None, "this rank is in the group"
+                    work.wait(limit)
+        return shared
 
 
 def _differing(tables: Iterable[tuple[int, Mapping[str, str]]]) -> Iterator[tuple[str, int, int]]:

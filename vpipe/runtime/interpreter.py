@@ -53,16 +53,14 @@ class RankPrograms:
         if ordered and not schedule.stream:
             schedule, _ = in_one_order(schedule)
         self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
-        self._split = schedule.split_backwards
-        self._versions = schedule.versions_used
         self._orders: dict[int, StreamOrder] = {}  # by rank
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
     def for_batch(self, rank: int) -> RankProgram:
         """Return a rank's program, which is the same for every batch."""
-        return RankProgram(iter(self._schedule.programs[rank]),
-                           lambda owner, microbatch: self._versions[owner, microbatch],
-                           lambda stage, microbatch: (stage, microbatch) in self._split)
+        versions, split = self._schedule.versions_used, self._schedule.split_backwards
+        return RankProgram(iter(self._schedule.programs[rank]), lambda owner, microbatch: versions[owner, microbatch],
+                           lambda stage, microbatch: (stage, microbatch) in split)
 
     def for_stream(self, assignment: Assignment) -> Callable[[int], RankProgram]:
         """Return a function that gives a rank its lowered program over all microbatches that exist.
@@ -70,7 +68,7 @@ class RankPrograms:
         The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
         on those that never come are left out.
         """
-        split = {stage for stage, _ in self._split}
+        split = {stage for stage, _ in self._schedule.split_backwards}
         lowered, setting = self._lowered_stream(assignment)
 
         def program(rank: int) -> RankProgram:
@@ -141,18 +139,17 @@ class Interrupts:
 
     def __init__(self, *, alone: bool) -> None:
         self._alone, self._depth, self.noted = alone, 0, False
-        self._handler = self._note
 
     def __enter__(self) -> None:
         if (self._alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler
                 and current_thread() is main_thread()):
             self._depth, self.noted = 0, False
-            signal.signal(signal.SIGINT, self._handler)  # until this line one is raised, but nothing has begun
+            signal.signal(signal.SIGINT, self._note)  # until this line one is raised, but nothing has begun
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._depth -= 1
-        if self._depth == 0 and signal.getsignal(signal.SIGINT) is self._handler:
+        if self._depth == 0 and signal.getsignal(signal.SIGINT) == self._note:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if not isinstance(error, KeyboardInterrupt):
                 self.raise_noted()  # also where an error covers it, which is then the context

@@ -15,7 +15,7 @@ into the version of the others. Whole parameters, since an optimizer or a norm o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 
@@ -284,10 +284,9 @@ def owners_of(sizes: Sequence[int], width: int) -> list[int]:
     return owners
 
 
-def count_buckets(stages: Iterable[Stage], owners: Mapping[int, Sequence[int]]) -> int:
+def count_buckets(stages: Mapping[int, Stage], owners: Mapping[int, Sequence[int]]) -> int:
     """Return the number of buckets that the stages of a rank have together, some of them with owners."""
-    return sum(len(list(_grouped([*map(local, stage.weights.leaves())], owners.get(stage.spec.index))))
-               for stage in stages)
+    return sum(1 for s, stage in stages.items() for _ in _grouped([*map(local, stage.weights.leaves())], owners.get(s)))
 
 
 def _grouped(leaves: Sequence[Tensor], owners: Sequence[int] | None) -> Iterator[list[int]]:

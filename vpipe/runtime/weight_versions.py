@@ -395,8 +395,7 @@ class WeightVersions:
     def _add(self, version: int, leaves: list[nn.Parameter]) -> None:
         self._leaves[version] = leaves
         self.latest = version
-        if len(self._leaves) > self.most_versions:
-            self.most_versions = len(self._leaves)
+        self.most_versions = max(self.most_versions, len(self._leaves))
 
 
 def sample(values: Tensor) -> bytes:
