@@ -26,7 +26,6 @@ from vpipe.runtime.loaders import Loaders
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.sharded_tensors import whole
-from vpipe.runtime.stage import Stage
 from vpipe.runtime.state_dict import CompanionState, StatePart, state_parts
 from vpipe.runtime.step_results import StepResults
 from vpipe.runtime.surroundings import Surroundings, set_aside
@@ -69,7 +68,10 @@ class Engine:
             stages = build_stages(model, specs, schedule, description, world)
         frozen = collectives.frozen_ties(stages)
         ties = ties_between(specs, lambda name: name not in frozen)
-        self.schedule = schedule = with_frozen(schedule, self._frozen(stages, schedule.stages), ties)
+        # How many stages from the first on train nothing on any rank; the last is never one of them.
+        trained = collectives.job.united({str(number): "" for of_rank in stages.values()
+                                          for number, stage in of_rank.items() if stage.trains})
+        self.schedule = schedule = with_frozen(schedule, min(map(int, trained), default=schedule.stages - 1), ties)
         self.workers.update(build_workers(stages, model, specs, schedule, description, world, ties,
                                           ties_between(specs, frozen.__contains__)))
         recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
@@ -88,12 +90,6 @@ class Engine:
         self._evaluation = Evaluation(self._interpreter, programs, collectives, loaders, schedule.placement,
                                       description.microbatches, surroundings)
         self._recorders: dict[int, Recorder] = {}
-
-    def _frozen(self, built: Mapping[int, Mapping[int, Stage]], stages: int) -> int:
-        """Return how many stages from the first on train nothing on any rank; the last is never one of them."""
-        trained = self.collectives.job.united({str(number): "" for of_rank in built.values()
-                                               for number, stage in of_rank.items() if stage.trains})
-        return min(map(int, trained), default=stages - 1)
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
         """Record the actions of training from now on; see :meth:`vpipe.Pipeline.record`."""

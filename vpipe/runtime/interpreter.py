@@ -232,8 +232,13 @@ class Interpreter:
                 if segment.training:
                     self.hand_out_weights()
         except BaseException:
-            if self.broken:  # else the caller goes away between two steps
-                self._abandon(segment.steps_before + done)
+            if not self.broken:  # the caller goes away between two steps
+                raise
+            if not self.stepped and not self._distributed:  # training may go on
+                self.undo()
+            else:
+                self.why = (f"in {MIDDLE if self.stepped else 'transfers between ranks, which cannot be called back'}; "
+                            f"update {segment.steps_before + done} was the last that all stages here have made")
             raise
         self.broken = False
         if segment.training and assignment.in_step(done):
@@ -314,15 +319,6 @@ class Interpreter:
         self.broken = self.broken or self.stepped or bool(why)
         self.why = why or self.why or f"in {MIDDLE}"
 
-    def _abandon(self, whole: int) -> None:
-        """Undo a failed segment if no stage has stepped in it: training may go on. Over several processes that is
-        impossible in the midst of transfers; ``whole``: updates that all stages here have made."""
-        if self.stepped or self._distributed:
-            self.why = (f"in {MIDDLE if self.stepped else 'transfers between ranks, which cannot be called back'}; "
-                        f"update {whole} was the last that all stages here have made")
-            return
-        self.undo()
-
     def undo(self) -> None:
         """Undo a segment in which no stage has stepped on any rank, and nothing is under way to another."""
         for put_back in self._put_back:
@@ -393,7 +389,8 @@ class Interpreter:
         with ExitStack() as stack:
             for worker in () if counted else workers:
                 stack.enter_context(worker.uncounted())
-            owned = [each for worker in workers for each in worker.optimizer_steps.owned_weights()]
+            owned = [(worker.optimizer_steps.reducers[number], stage.weights.latest) for worker in workers
+                     for number, stage in worker.stages.items() if stage.weights.owned is not None]
             for reducer, version in owned:
                 reducer.send_weights(version)
             for reducer, version in owned:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -60,18 +60,19 @@ class Loaders:
             begun: how many of the first batch are left out.
             training: all microbatches of a batch must have the same size, and are cut into slices.
         """
-        here = [(stage, rank) for rank, worker in self._workers.items() for stage in worker.stages]
+        here = [(stage, rank) for rank, worker in self._workers.items() for stage in worker.stages.values()]
+        last = [stage for stage, _ in here if stage.spec.index == len(self._schedule.placement) - 1]
         slices = self._schedule.slices if training else 1
         assignment = replace(self._schedule.assignment, slices=slices)
 
         def uses(microbatch: int) -> int:
             number = microbatch - begun if period is None else microbatch % period
-            return 0 if number < 0 else sum(assignment.rank_of(stage, number) == rank for stage, rank in here)
+            return 0 if number < 0 else sum(assignment.rank_of(each.spec.index, number) == rank for each, rank in here)
 
-        used = {name for stage in self._stages for name in stage.spec.fields}
+        used = {name for stage, _ in here for name in stage.spec.fields}
         counted = self._counted if training and slices == 1 else self.labels
-        weigh = CLASSES_ALIKE if counted is None else self._weigh(counted, training)
-        if not training and self._last_stage not in (stage for stage, _ in here):
+        weigh = CLASSES_ALIKE if counted is None else self._weigh(counted, last, training)
+        if not training and not last:
             counted = None  # the last stage has them
         on_read = self.comparison.read if self._collectives.job.ranks > 1 else None
         self.comparison.take()  # what another loader read and was not told of, since that was interrupted
@@ -100,11 +101,10 @@ class Loaders:
                 raise
             raise loader.error from error
 
-    def _weigh(self, labels: str, training: bool) -> Weigh:
+    def _weigh(self, labels: str, last: Sequence[Stage], training: bool) -> Weigh:
         """Return how much each label counts, as the model says, or now its loss; let the first losses be checked."""
         if self._model.label_weights is not None:
             return self._model.label_weights
-        last = [stage for stage in self._stages if stage.spec.index == self._last_stage]
         found = next((ClassWeights.of_module(stage.modules[stage.spec.layers[-1]]) for stage in last), None)
         told = self._collectives.exchange.from_rank(vars(found or CLASSES_ALIKE), self._schedule.placement[-1][0])
         weigh = ClassWeights(told["ignore_index"], tuple(told["classes"]))
@@ -112,11 +112,3 @@ class Loaders:
             stage.loss_checks = [LossCheck(labels, weigh) for _ in range(self._microbatches)]
         self._losses_checked.add(training)
         return weigh
-
-    @property
-    def _last_stage(self) -> int:
-        return len(self._schedule.placement) - 1
-
-    @property
-    def _stages(self) -> list[Stage]:
-        return [stage for worker in self._workers.values() for stage in worker.stages.values()]

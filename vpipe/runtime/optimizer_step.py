@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial, reduce
 from typing import Protocol
@@ -30,8 +30,6 @@ ABSENT = -1.0
 """Norm of a parameter without a gradient, in the vector of norms: no norm is negative."""
 
 INITIAL_SCALE = 65536.0
-LEAST_SCALE = 1.0
-LARGEST_SCALE = 2.0**24
 GROWTH_UPDATES = 2000
 """Updates in a row that are applied before the scale doubles."""
 
@@ -70,9 +68,9 @@ class LossScaler:
         self._newest = number
         self.good = self.good + 1 if applied else 0
         if not applied:
-            self.value = max(LEAST_SCALE, self.value / 2)
+            self.value = max(1.0, self.value / 2)
         elif self.good == GROWTH_UPDATES:
-            self.value, self.good = min(LARGEST_SCALE, 2 * self.value), 0
+            self.value, self.good = min(2.0**24, 2 * self.value), 0
 
 
 class StepObserver(Protocol):
@@ -113,6 +111,7 @@ class OptimizerSteps:
                  scaler: LossScaler | None, companions: Mapping[int, Mapping[View, Companion]]) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
         self.companions, self._update = companions, update
+        self._uses_norms = update.grad_clip is not None or self.skip or scaler is not None
         self.factor = lru_cache(update.factor)  # asked for by every stage
         self._stages, self.reducers, self._tied, self._transport = stages, reducers, tied, transport
         self._sources: Mapping[int, Mapping[int, Sequence[int]]] = {}
@@ -126,7 +125,8 @@ class OptimizerSteps:
         self.global_norms = False
         self.norm_dtypes = {s: reduce(torch.promote_types, {master.dtype for master in stage.weights.masters.values()})
                             for s, stage in stages.items() if stage.weights.names}
-        # Of the update at hand, of all stages (-1) or of each: norms by stage, own and others'; what is to arrive.
+        # Of the update at hand, of all stages (-1) or of each: norms by stage, own and others'; what is to arrive: a
+        # stage, one of its ranks, and the positions of the parameters.
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._awaited: dict[int, Sequence[tuple[int, int, Sequence[int]]]] = {}
 
@@ -217,7 +217,9 @@ class OptimizerSteps:
         norms = self._norms.get(together, {})
         if not norms or stage in norms:  # of the update before
             norms = self._norms[together] = {}
-            self._awaited[together] = list(self._published(stage))
+            self._awaited[together] = [
+                (other, rank, positions) for other, ranks in self._sources.items()
+                if self.global_norms or other == stage for rank, positions in ranks.items() if positions]
             for other, rank, positions in self._awaited[together]:
                 self._transport.post(rank, TransferKey(TransferKind.NORMS, other, number),
                                      [TensorSpec((len(positions),), torch.float64, wants_gradient=False)])
@@ -228,12 +230,6 @@ class OptimizerSteps:
 
     def _together(self, stage: int) -> int:
         return -1 if self.global_norms else stage
-
-    def _published(self, stage: int) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Yield what others publish before a step: a stage, one of its ranks, and the positions of the parameters."""
-        for other, ranks in self._sources.items():
-            if self.global_norms or other == stage:
-                yield from ((other, rank, positions) for rank, positions in ranks.items() if positions)
 
     def _norms_before(self, stage: int, number: int) -> Mapping[int, Tensor]:
         """Return the norms by which a stage steps, by stage; received at a rank's first step."""
@@ -281,16 +277,6 @@ class OptimizerSteps:
         next batch begins, since a script may change them first."""
         if not self._assignment.flush:
             self.reducers[stage].gather_weights(self._number(stage, update))
-
-    def owned_weights(self) -> Iterator[tuple[Reducer, int]]:
-        """Yield the reducers that exchange the weights of what each replica steps, with the latest version."""
-        for number, stage in self._stages.items():
-            if stage.weights.owned is not None:
-                yield self.reducers[number], stage.weights.latest
-
-    @property
-    def _uses_norms(self) -> bool:
-        return self._update.grad_clip is not None or self.skip or self.scaler is not None
 
     def _norms_come_first(self, stage: int) -> bool:
         """Return whether an action NORM has completed the gradients before the step."""

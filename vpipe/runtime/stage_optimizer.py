@@ -212,8 +212,7 @@ class StageOptimizer:
 
     def options(self) -> list[dict[str, Any]]:
         """Return the other entries of the parameter groups, to compare: a tensor by identity and version."""
-        return [{key: (id(value), value._version) if isinstance(value, Tensor) else value
-                 for key, value in group.items() if key != "params"} for group in self.groups]
+        return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
     def _numbers(self) -> _Numbers:
         """Return the numbers in parameter groups, of which those of a class have one name, and attributes.

@@ -169,10 +169,8 @@ class WeightVersions:
 
     def hooked(self, kinds: Sequence[str] = HOOKS) -> list[str]:
         """Return the names of the parameters that have hooks, of these kinds, in any version."""
-        found = {name for leaves in (*self._leaves.values(), *self._free)
-                 for name, leaf in zip(self.names, leaves, strict=True)
-                 if has_hooks(leaf, kinds)}
-        return [name for name in self.names if name in found]
+        return [name for name, *leaves in zip(self.names, *self._leaves.values(), *self._free, strict=True)
+                if any(has_hooks(leaf, kinds) for leaf in leaves)]
 
     def pin(self, version: int | None = None) -> int:
         """Pin a version (by default the chosen one, else the latest) for a microbatch; point the modules to it."""
