@@ -66,17 +66,13 @@ class Connection:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether something waits for the network to take it."""
         return bool(self._unsent)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; what the network does not take now, it gets from :meth:`flush`."""
-        self.send_encoded(encoded(message))
-
-    def send_encoded(self, message: bytes) -> None:
-        """Send what :func:`encoded` returned, as :meth:`send` does."""
+    def send(self, message: Mapping[str, Any] | bytes) -> None:
+        """Send a message, or what :func:`encoded` made of one; what the network does not take now, :meth:`flush` sends.
+        """
         with self._lock:
-            self._unsent += message
+            self._unsent += message if isinstance(message, bytes) else encoded(message)
         self.flush()
 
     def flush(self) -> None:
@@ -247,7 +243,6 @@ def listening_socket(address: str, port: int = 0) -> socket.socket:
 FOLDER = "/proc/self/fd"
 """Where Linux lists the open files of a process, each with what it is."""
 
-
 _not_for_children: WeakSet[socket.socket] = WeakSet()
 
 
@@ -256,12 +251,7 @@ def close_in_child(own: socket.socket) -> None:
     _not_for_children.add(own)
 
 
-def _close_in_child() -> None:
-    for own in _not_for_children:
-        own.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=lambda: [own.close() for own in _not_for_children])
 
 
 def connections(but: Collection[int] = ()) -> dict[int, str]:

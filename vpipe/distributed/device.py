@@ -81,11 +81,7 @@ class DeviceMap:
 
     @property
     def hosts(self) -> int:
-        """Return the number of hosts."""
         return len({one.host for one in self.devices})
-
-    def __str__(self) -> str:
-        return self.line()
 
     def line(self, shared_memory: bool = False) -> str:
         """Return a line: ``computing on cuda:0, cuda:1 (NVIDIA H100), nccl between ranks``.
@@ -108,6 +104,8 @@ class DeviceMap:
         shared = shared_memory and self.own.type == "cpu" and self.hosts < self.ranks
         return f"computing on {where}, {'shared memory and ' * shared}{self.backend} between ranks"
 
+    __str__ = line
+
 
 def choose_backend(wanted: str | None, devices: Sequence[RankDevice]) -> tuple[str, str]:
     """Return the backend, such as nccl for ranks with a GPU each, and why it is gloo although there are GPUs.
@@ -119,17 +117,14 @@ def choose_backend(wanted: str | None, devices: Sequence[RankDevice]) -> tuple[s
     if obstacle is None and (without := [rank for rank, one in enumerate(devices) if not one.direct]):
         obstacle = f"the torch of {_named(without)} has no {own}"
     if wanted in accelerator.DIRECT and obstacle is not None:
-        raise UserError(f"backend {wanted} needs a GPU per rank, but {obstacle}", hint=_remedy())
+        raise UserError(f"backend {wanted} needs a GPU per rank, but {obstacle}",
+                        hint="use backend: gloo, under which ranks may share a GPU, start fewer ranks, or give each "
+                        f"rank a GPU of its own (LOCAL_RANK, {accelerator.visibility()}, or the list machines)")
     if wanted is not None:
         return wanted, ""
     if obstacle is None:
         return own, ""
     return "gloo", obstacle if any(one.gpu for one in devices) else ""
-
-
-def _remedy() -> str:
-    return ("use backend: gloo, under which ranks may share a GPU, start fewer ranks, or give each rank a GPU of its "
-            f"own (LOCAL_RANK, {accelerator.visibility()}, or the list machines)")
 
 
 def no_gpu_each(devices: Sequence[RankDevice]) -> str | None:

@@ -46,7 +46,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         with suppress(KeyboardInterrupt):
             time.sleep(WAIT_S)
         print(brief, file=sys.stderr, flush=True)
-        raise SystemExit(_status(error))
+        otherwise = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        raise SystemExit(error.exit_status if isinstance(error, VpipeError) else otherwise)
     if isinstance(error, VpipeError):
         if watchdog is None and os.environ.get("RANK", "0") != "0":
             time.sleep(WAIT_S)  # before the ranks joined: rank 0 finds the same, and prints it
@@ -72,9 +73,3 @@ def hide_frames(error: BaseException) -> None:
                                  or any(map(is_users, frames[last:]))):
             one.__traceback__ = without_hidden(one.__traceback__)
         one = one.__cause__ if one.__cause__ is not None or one.__suppress_context__ else one.__context__
-
-
-def _status(error: BaseException) -> int:
-    if isinstance(error, VpipeError):
-        return error.exit_status
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1

@@ -102,10 +102,6 @@ class RankState:
         """Seconds for which it has waited; 0 for a rank that left."""
         return 0.0 if self.waits is None or self.left else self.waits.seconds
 
-    @classmethod
-    def from_message(cls, silent_s: float, left: bool, waits: list[Any] | None, at: list[Any] | None) -> RankState:
-        return cls(silent_s, left, None if waits is None else Wait(*waits), None if at is None else (at[0], at[1]))
-
 
 @dataclass
 class _Member:
@@ -282,13 +278,10 @@ class FailureDetector:
         for message in messages[1:]:
             self._handle(member, message)
         if all(member.connection is not None for member in self._members):
-            self._close_door()
-
-    def _close_door(self) -> None:
-        self._selector.unregister(self._server)
-        self._server.close()
-        for connection in list(self._unauthenticated):
-            self._drop(connection)
+            self._selector.unregister(self._server)
+            self._server.close()
+            for stranger in list(self._unauthenticated):
+                self._drop(stranger)
 
     def _serve_member(self, member: _Member, events: int) -> None:
         connection = member.connection
@@ -380,7 +373,7 @@ class FailureDetector:
             if connection is not None and not connection.closed:
                 if message is not latest:  # one for all ranks is encoded once
                     latest, code = message, encoded(message)
-                connection.send_encoded(code)
+                connection.send(code)
                 self._select_unsent(self._members[rank], connection)
 
     def _select_unsent(self, member: _Member, connection: Connection) -> None:

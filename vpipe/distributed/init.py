@@ -49,11 +49,8 @@ from vpipe.torch_private import default_store, world
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-WAITING = "waiting for all ranks"
-
 STARTING = WatchdogTiming(beat_s=0.25, silent_s=60.0, grace_s=5.0, long_s=30.0, join_s=120.0)
 """Timing until all ranks begin to train. Preparing a large text takes minutes, in which a rank beats."""
-
 
 _latest: Rendezvous | None = None
 """Of this process, while its ranks make a process group and have one."""
@@ -88,15 +85,17 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
         os.environ.update(environment.variables)  # a step of srun: from here on as torchrun's
     own = accelerator.choose(device, backend, visible_here())
     accelerator.make_current(own)
-    if dist.is_initialized():
+    has_group = dist.is_initialized()
+    if has_group:
         limit_groups(timeout_s)
-        devices = _join_group(own, backend, timeout_s)
-        if mesh is None:
-            return devices
-        return replace(devices, lanes=Lanes.of_mesh(mesh, dist.get_rank(), dist.get_world_size(), data))
     if is_alone():
-        return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
-    return _make_group(own, backend, timeout_s)
+        devices = DeviceMap(0, (RankDevice.here(_host(), own),),
+                            backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
+    else:
+        devices = (_join_group if has_group else _make_group)(own, backend, timeout_s)
+    if mesh is None or not has_group:
+        return devices
+    return replace(devices, lanes=Lanes.of_mesh(mesh, devices.rank, devices.ranks, data))
 
 
 @named_if_none_left()
@@ -142,12 +141,9 @@ def exchange(channel: str = "", timeout_s: float | None = None, among: Sequence[
         RunError: rank 0 is not there, or that of another run.
         UserError: the environment is incomplete.
     """
-    if dist.is_initialized():
-        watchdog = None if dist.get_world_size() == 1 else watch.watchdog
-    elif is_alone():
-        watchdog = None
-    else:
-        watchdog = _meet(STARTING).watchdog
+    watchdog = None
+    if not is_alone():
+        watchdog = watch.watchdog if dist.is_initialized() else _meet(STARTING).watchdog
     return Exchange(watchdog, channel, timeout_s, among)
 
 
@@ -159,7 +155,9 @@ def limit_groups(timeout_s: float) -> None:
 
 
 def is_alone() -> bool:
-    """Return whether the environment names no other ranks."""
+    """Return whether this process has no others: in its process group, else by the environment."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
     return "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _number("WORLD_SIZE") == 1
 
 
@@ -220,8 +218,6 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     """Use the process group that exists, and start the watchdog unless this group has one."""
     global _latest
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if ranks == 1:
-        return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     excepthook.install()
     if _latest is None or _latest.group is not dist.group.WORLD:
         if _latest is not None and _latest.group is not None:  # the program has destroyed it, and made another
@@ -239,13 +235,10 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
 
 def _exchange_devices(rendezvous: Rendezvous, own: torch.device) -> DeviceMap:
     """Return the device of every rank, before they choose a backend."""
-    there = tuple(RankDevice(**one) for one in rendezvous.exchange.all_gather(asdict(_here(own)), WAITING))
+    there = tuple(RankDevice(**one) for one in rendezvous.exchange.all_gather(
+        asdict(RankDevice.here(_host(), own)), "waiting for all ranks"))
     rendezvous.watchdog.hosts = [one.host for one in there]
     return DeviceMap(rendezvous.rank, there, "")
-
-
-def _here(own: torch.device) -> RankDevice:
-    return RankDevice.here(_host(), own)
 
 
 def _host() -> str:

@@ -31,7 +31,7 @@ class Lanes:
     averaged: tuple[int, ...] = (0,)
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh, rank: int, ranks: int, data: str | None = None) -> Lanes:
+    def of_mesh(cls, mesh: DeviceMesh, rank: int, ranks: int, data: str | None) -> Lanes:
         """Return the lanes along the dimension ``pp`` of a mesh, in the order of its other dimensions.
 
         Args:
@@ -71,7 +71,6 @@ class Lanes:
 
     @property
     def count(self) -> int:
-        """The number of lanes."""
         return len(self.ranks)
 
     def beside(self, rank: int) -> tuple[int, ...]:

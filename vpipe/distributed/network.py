@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from vpipe.errors import UserError
 
-_ANY_PORT = 9
-"""Port with which routes are asked for: nothing is sent there."""
-
 
 @dataclass(frozen=True)
 class Host:
@@ -46,7 +43,7 @@ class Host:
             return None
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((address, _ANY_PORT))
+                probe.connect((address, 9))  # any port: a route is asked for
             except OSError:
                 return None
             return str(probe.getsockname()[0])

@@ -91,13 +91,10 @@ class _ExchangeWait:
     doing: str
     peer: None = None
     limit_s: None = None
+    purpose: str = "for what each has from"
 
     def __str__(self) -> str:
         return self.doing
-
-    @property
-    def purpose(self) -> str:
-        return "for what each has from"
 
 
 PATIENCE_S = 2.0
@@ -279,7 +276,6 @@ class Watchdog:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self.hosts)
 
     def next_name(self, channel: str) -> str:
@@ -330,13 +326,9 @@ class Watchdog:
     def _wait(self, name: str, in_main: bool, timeout_s: float | None) -> Mapping[str, Any] | None:
         """Wait for what arrives of an exchange; empty when nothing can any more, None when the time is over."""
         with self._changed:
-            came = self._changed.wait_for(lambda: name in self._arrived or self._nothing_arrives
-                                          or (in_main and self.fault is not None), timeout_s)
+            came = self._changed.wait_for(lambda: name in self._arrived or self._phase is Phase.CLOSED or (
+                self.fault is not None and (in_main or self._connection.closed)), timeout_s)
             return self._arrived.pop(name, {}) if came else None
-
-    @property
-    def _nothing_arrives(self) -> bool:
-        return self._phase is Phase.CLOSED or (self.fault is not None and self._connection.closed)
 
     def leave(self) -> None:
         """Tell rank 0 that this program comes to its end, so that it is not taken for dead.
@@ -461,7 +453,7 @@ class Watchdog:
 
         Give up a transfer from which the main thread does not come back: rank 0 tells why, or does not answer.
         """
-        self._connection.send_encoded(BEAT)
+        self._connection.send(BEAT)
         transfer, waited_s = self._waited()
         limit_s = inf if transfer is None or transfer.limit_s is None else transfer.limit_s
         asked, self._asks = self._asks, waited_s > min(self.timing.long_s, limit_s)
@@ -505,7 +497,8 @@ class Watchdog:
         if "ask" in message:
             self._connection.send({"state": self._own_state()})
         if "states" in message:
-            self._states = [RankState.from_message(*state) for state in message["states"]]
+            self._states = [RankState(silent_s, left, waits and Wait(*waits), at)
+                            for silent_s, left, waits, at in message["states"]]
             if self.fault is None:
                 self._long_waits.timing = self.timing
                 self._long_waits.update(self._states)
