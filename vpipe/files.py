@@ -33,7 +33,8 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> by
         OSError: it cannot be read, or its path is no path.
     """
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
+        # A pipe without a writer is then empty.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             os.set_blocking(file.fileno(), True)
             content = file.read(most_bytes + 1)
     except ValueError as error:  # a path with a character that no path can have
@@ -42,11 +43,6 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> by
         raise UserError(f"the file '{path}' has more than {size_text(most_bytes)}",
                         hint=f"{what} is not that large: check that it is the right file")
     return content
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe without a writer is then empty."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def replace_text(path: str | os.PathLike[str], text: str | bytes) -> None:

@@ -88,10 +88,6 @@ class TensorKind(NamedTuple):
         return f"[{', '.join(map(str, self.shape))}] {self.dtype}"
 
 
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
 @dataclass(frozen=True)
 class Position:
     """The position in training at which a checkpoint was made, and a run resumes.
@@ -177,7 +173,7 @@ class Manifest:
     config: str = ""
     arrangement: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    made: str = field(default_factory=_now)
+    made: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
     versions: Mapping[str, str] = field(default_factory=partial(PluginGroup.versions_of, ("vpipe", "torch")))
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class LayerRunner:
     def __init__(self, model: Model, number: int, device: torch.device, seed: int,
                  precision: Precision = FP32) -> None:
         layer = model.layers[number]
-        self.number, self.name, self._carries = number, layer.name, bool(layer.carried)
+        self._carries = bool(layer.carried)
         self.reads = tuple(dict.fromkeys(name for name in layer.inputs if name not in model.batch))
         self.fields = tuple(dict.fromkeys(name for name in layer.inputs if name in model.batch))
         self.writes = tuple(dict.fromkeys(layer.outputs))

@@ -28,10 +28,9 @@ TIMES = 7
 _BYTES, _PARTS = 32 << 20, 8
 """Of the weights that are copied and added, and how many tensors they are."""
 
-Links = dict[tuple[int, int], LinkProfile]
 
-
-def measure_links(group: RankGroup, device: torch.device, transfers: Transfers) -> tuple[LinkProfile, Links]:
+def measure_links(group: RankGroup, device: torch.device,
+                  transfers: Transfers) -> tuple[LinkProfile, dict[tuple[int, int], LinkProfile]]:
     """Return the link between two ranks of one host, and those between certain ranks, by (source, target).
 
     Ranks are the pipeline's. Processes that split its layers all exchange with their counterparts at the same time.
@@ -134,7 +133,7 @@ def copied_bytes_per_s(device: torch.device) -> float:
     return _BYTES / median(_seconds(lambda: foreach_copy_(target, source), device))
 
 
-def added_bytes_per_s(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+def added_bytes_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Return the rate of adding a gradient of weights to the accumulated one: bytes of the gradient per second."""
     source, target = _weights(device, dtype), _weights(device, dtype)
 
