@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 
@@ -14,49 +13,37 @@ PERIOD = 6
 """Units of time in which a rank begins one microbatch: F, I and W of each of its two stages take one unit each."""
 
 
-@dataclass(frozen=True)
-class BuildingBlock:
-    """The times at which every rank of a V does the six actions of one microbatch.
-
-    Within a block the four chains - forward down and up, input half down and up - take a fixed number of units from
-    rank to rank, their stride. The strides determine how long a microbatch stays, and with it how many are there at
-    once.
-
-    Attributes:
-        strides: units from rank to rank of F on chunk 0, F on chunk 1, I on chunk 1, I on chunk 0.
-        gaps: units between two chains, before the second, the third and the fourth; such that no two actions of a
-            rank fall on the same unit modulo :data:`PERIOD`.
-    """
-
-    strides: tuple[int, int, int, int]
-    gaps: tuple[int, int, int]
-
-    def times(self, rank: int, ranks: int) -> list[int]:
-        """Return the units of ``rank``: of F and I on its chunks in the order of the chains, then of W on 1 and 0."""
-        chain_units, start = [], 0
-        for chain, (stride, gap) in enumerate(zip(self.strides, (*self.gaps, 0), strict=True)):
-            hops = ranks - 1 - rank if chain % 2 else rank  # the odd chains lead from the last rank to the first
-            chain_units.append(start + stride * hops)
-            start += stride * (ranks - 1) + 1 + gap
-        # The four chains leave two units of the period free. Each W takes one of them, soon after its I.
-        first_free, second_free = {*range(PERIOD)} - {unit % PERIOD for unit in chain_units}
-        choices = [[done + 1 + (unit - done - 1) % PERIOD for done, unit in zip(chain_units[2:], free, strict=True)]
-                   for free in ((first_free, second_free), (second_free, first_free))]
-        return chain_units + min(choices, key=sum)
+def _times(strides: Sequence[int], gaps: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """Return the units of ``rank``: of F and I on its chunks in the order of the chains, then of W on 1 and 0."""
+    chain_units, start = [], 0
+    for chain, (stride, gap) in enumerate(zip(strides, (*gaps, 0), strict=True)):
+        hops = ranks - 1 - rank if chain % 2 else rank  # the odd chains lead from the last rank to the first
+        chain_units.append(start + stride * hops)
+        start += stride * (ranks - 1) + 1 + gap
+    # The four chains leave two units of the period free. Each W takes one of them, soon after its I.
+    first_free, second_free = {*range(PERIOD)} - {unit % PERIOD for unit in chain_units}
+    choices = [[done + 1 + (unit - done - 1) % PERIOD for done, unit in zip(chain_units[2:], free, strict=True)]
+               for free in ((first_free, second_free), (second_free, first_free))]
+    return chain_units + min(choices, key=sum)
 
 
 @lru_cache(maxsize=8)
-def repeat_block(block: BuildingBlock, ranks: int, microbatches: int,
+def repeat_block(strides: tuple[int, ...], gaps: tuple[int, ...], ranks: int, microbatches: int,
                  max_in_flight: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the program of every rank: the block repeated, then squeezed at both ends.
+    """Return the program of every rank: the block of one microbatch repeated, then squeezed at both ends.
 
-    Every action is done as soon as it can be, in the order of the repeated block. Weight halves fill units in which the
-    rank would idle. After a rank's last forward, input halves go before weight halves.
+    Within a block the four chains - forward down and up, input half down and up - take a fixed number of units from
+    rank to rank, their stride. The strides determine how long a microbatch stays, and with it how many are there at
+    once. Every action is done as soon as it can be, in the order of the repeated block. Weight halves fill units in
+    which the rank would idle. After a rank's last forward, input halves go before weight halves.
 
     Args:
+        strides: units from rank to rank of F on chunk 0, F on chunk 1, I on chunk 1, I on chunk 0.
+        gaps: units between two chains, before the second, the third and the fourth; such that no two actions of a
+            rank fall on the same unit modulo :data:`PERIOD`.
         max_in_flight: limit of a rank's microbatch-stages between F and W; at it no new forward begins.
     """
-    lines = [_RankProgram(block.times(rank, ranks), rank, ranks, microbatches) for rank in range(ranks)]
+    lines = [_RankProgram(_times(strides, gaps, rank, ranks), rank, ranks, microbatches) for rank in range(ranks)]
     available: dict[tuple[Kind, int, int], int] = {}  # the unit from which an action's result can be used
     now = 0
     while any(line.ahead or line.waiting for line in lines):
@@ -141,7 +128,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """
     # No two actions of a rank may fall on the same unit of the block: which gaps avoid that depends on p's parity.
     gaps = (1, 0, 0) if ranks % 2 else (4, 0, 3)
-    yield from repeat_block(BuildingBlock((2, 1, 2, 1), gaps), ranks, microbatches, 2 * ((ranks + 2) // 2))[rank]
+    yield from repeat_block((2, 1, 2, 1), gaps, ranks, microbatches, 2 * ((ranks + 2) // 2))[rank]
 
 
 @register_schedule("v_min", flush=True, layout=Layout.ZIGZAG, chunks=2,
@@ -166,4 +153,4 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """
     # No two actions of a rank may fall on the same unit of the block: without gaps they do where 3 divides p.
     gaps = (0, 0, 0) if ranks % 3 else (2, 0, 2)
-    yield from repeat_block(BuildingBlock((1, 1, 1, 1), gaps), ranks, microbatches, 2 * ((ranks + 4) // 3))[rank]
+    yield from repeat_block((1, 1, 1, 1), gaps, ranks, microbatches, 2 * ((ranks + 4) // 3))[rank]

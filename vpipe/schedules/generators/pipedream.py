@@ -8,13 +8,6 @@ from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
 from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Size
 
-_BACKWARD = Op.BACKWARD
-
-
-def _stashed_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int,
-                     warmup: Sequence[int]) -> int:
-    return max(0, (microbatch // widths[stage] - warmup[stage]) // update_every)
-
 
 def in_flight(rank: int, size: Size) -> int:
     """Return the most microbatches whose activations a rank holds."""
@@ -23,7 +16,8 @@ def in_flight(rank: int, size: Size) -> int:
 
 @register_schedule("pipedream", flush=False, peak_activations=in_flight,
                    versions=lambda rank, size: 1 - -size.warmup_of(rank) // size.update_every,
-                   version_of=_stashed_version, any_warmup=True, planned=True)
+                   version_of=lambda i, stage, widths, k, warmup: max(0, (i // widths[stage] - warmup[stage]) // k),
+                   any_warmup=True, planned=True)
 def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1,
               warmup: Sequence[int] = ()) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
@@ -51,13 +45,8 @@ def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1,
     forwards, backwards = (((rank, microbatch) for microbatch in range(microbatches)) for _ in range(2))
     for action in one_forward_one_backward(forwards, backwards, warmup[rank] if warmup else ranks - 1 - rank):
         yield action
-        if action.op is _BACKWARD and (action.microbatch + 1) % update_every == 0:
+        if action.op is Op.BACKWARD and (action.microbatch + 1) % update_every == 0:
             yield step(rank, action.microbatch // update_every)
-
-
-def _synchronised_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int,
-                          warmup: Sequence[int]) -> int:
-    return max(0, (microbatch // widths[stage] - warmup[0]) // update_every)
 
 
 def _even(size: Size) -> Problem | None:
@@ -68,7 +57,8 @@ def _even(size: Size) -> Problem | None:
 
 @register_schedule("pipedream_vertical_sync", flush=False, peak_activations=in_flight,
                    versions=lambda rank, size: 1 - -size.warmup_of(0) // size.update_every, requires=_even,
-                   version_of=_synchronised_version, any_warmup=True)
+                   version_of=lambda i, stage, widths, k, warmup: max(0, (i // widths[stage] - warmup[0]) // k),
+                   any_warmup=True)
 def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1,
                             warmup: Sequence[int] = ()) -> Iterator[Action]:
     """Yield the actions of :func:`pipedream`, but with one version per microbatch on every stage; a bar stands where
