@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Op, forward
-from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build, replica_views, stream_program
 from vpipe.schedules.loads import StreamVersions
 from vpipe.schedules.lowering import Lowering, lower
@@ -156,8 +156,7 @@ def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: b
 def endless(name: str, placement: Placement, every: int, rank: int) -> Iterator[Action]:
     """The compute program of a rank, with microbatches without end."""
     recipe, assignment = RegisteredSchedule.named(name), Assignment(placement, every, False, lambda microbatch: True)
-    return stream_program(recipe, replica_views(recipe, placement, 12 * every, every)[rank], assignment,
-                          stages_of_rank(placement, rank))
+    return stream_program(recipe, replica_views(recipe, placement, 12 * every, every)[rank], assignment)
 
 
 def test_a_stream_is_lowered_lazily() -> None:

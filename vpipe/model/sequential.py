@@ -25,6 +25,9 @@ class WithLoss(nn.Module):
     state, which is that of the ``nn.Sequential``. The loss is computed in fp32 at least.
     """
 
+    _vpipe_child: nn.Module
+    _vpipe_loss: Loss
+
     def __init__(self, child: nn.Module, loss: Loss) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = child._parameters, child._buffers, dict(child._modules)
@@ -52,26 +55,16 @@ class WithLoss(nn.Module):
         """Yield the submodules and, without duplicates, the child, which has a mode of its own."""
         yield from super().named_modules(memo, prefix, remove_duplicate)
         if remove_duplicate:
-            yield prefix, _child_of(self)
+            yield prefix, self._vpipe_child
 
     def train(self, mode: bool = True) -> WithLoss:
         super().train(mode)
-        _child_of(self).train(mode)
+        self._vpipe_child.train(mode)
         return self
 
     def forward(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        output = _child_of(self)(hidden)
-        return _loss_of(self)(_at_least_fp32(output), _at_least_fp32(target)), output
-
-
-def _child_of(module: WithLoss) -> nn.Module:
-    child: nn.Module = module.__dict__["_vpipe_child"]
-    return child
-
-
-def _loss_of(module: WithLoss) -> Loss:
-    loss: Loss = module.__dict__["_vpipe_loss"]
-    return loss
+        output = self._vpipe_child(hidden)
+        return self._vpipe_loss(_at_least_fp32(output), _at_least_fp32(target)), output
 
 
 def is_mean_of_labels(loss: object) -> bool:
@@ -81,7 +74,7 @@ def is_mean_of_labels(loss: object) -> bool:
 
 def loss_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a layer's loss that must be saved beside its state, by name."""
-    if not isinstance(module, WithLoss) or not isinstance(loss := _loss_of(module), nn.Module):
+    if not isinstance(module, WithLoss) or not isinstance(loss := module._vpipe_loss, nn.Module):
         return {}
     state = loss.state_dict()
     return {name: buffer for name, buffer in loss.named_buffers() if name in state}
@@ -89,7 +82,7 @@ def loss_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def rounded_module(module: nn.Module) -> nn.Module:
     """Return the part of a layer's module that a reduced precision rounds: all but the loss of a sequential model."""
-    return _child_of(module) if isinstance(module, WithLoss) else module
+    return module._vpipe_child if isinstance(module, WithLoss) else module
 
 
 def copy_module(module: nn.Module, loss: Loss | None = None) -> nn.Module:
@@ -143,7 +136,7 @@ def put_module(layer: nn.Module, path: str, module: nn.Module) -> nn.Module:
         parent, _, name = path.rpartition(".")
         setattr(layer.get_submodule(parent), name, module)
         return layer
-    return WithLoss(module, _loss_of(layer)) if isinstance(layer, WithLoss) else module
+    return WithLoss(module, layer._vpipe_loss) if isinstance(layer, WithLoss) else module
 
 
 def check_sequential(modules: object, loss: object) -> None:
@@ -254,7 +247,7 @@ def _leave_out_loss(module: WithLoss, state: dict[str, Any], prefix: str, metada
 
 
 def _leave_loss_alone(module: WithLoss, state: dict[str, Any], prefix: str, *_: object) -> None:
-    loss = _loss_of(module)
+    loss = module._vpipe_loss
     assert isinstance(loss, nn.Module), "only then is this a hook"
     loss.state_dict(destination=state, prefix=f"{prefix}{module._vpipe_loss_name}.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vpipe.description.cut import Cut, ties_between
@@ -16,7 +16,7 @@ from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED
 from vpipe.schedules.loads import peak_contents
-from vpipe.schedules.prepare import Ties, described, placed, proved, with_frozen
+from vpipe.schedules.prepare import described, placed, proved, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import SimulatedSteps, Timeline, lengthened, simulate_steps
@@ -70,7 +70,8 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     return SimulatedPlan(_prediction(part, partition, recomputed, steps, lanes), steps.timeline)
 
 
-def _built(profile: Profile, order: Order, cut: Cut, microbatches: int, ties: Ties) -> Schedule:
+def _built(profile: Profile, order: Order, cut: Cut, microbatches: int,
+           ties: Mapping[int, tuple[int, ...]]) -> Schedule:
     """Build a schedule that is simulated only, so without proof; a stream with a steady state in its middle."""
     registered = RegisteredSchedule.named(order.schedule)
     placement = placed(registered, order, cut)

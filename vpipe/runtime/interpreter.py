@@ -20,7 +20,7 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
-from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
 from vpipe.schedules.graph import Flow
 from vpipe.schedules.loads import StreamVersions
@@ -91,8 +91,7 @@ class RankPrograms:
         views = replica_views(registered, placement, schedule.microbatches, assignment.update_every, schedule.warmup)
 
         def compute(rank: int) -> Iterator[Action]:
-            program = stream_program(registered, views[rank], assignment, stages_of_rank(placement, rank),
-                                     self._recompute)
+            program = stream_program(registered, views[rank], assignment, self._recompute)
             return without_backwards(program, assignment.frozen)
 
         setting = replace(schedule.setting, assignment=assignment,

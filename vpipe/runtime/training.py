@@ -378,7 +378,7 @@ class Training:
         for steps in (worker.optimizer_steps for worker in self._workers.values() if not self.position.steps):
             for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
                 companion.begin()  # with what a script has made of the weights before the first update
-        base = self._schedule.assignment.index_of(self.position.microbatches)
+        base = self.position.microbatches * self._schedule.slices
         return Segment(loader, first, base, self.position.steps, assignment,
                        training=True, autocast=self.surroundings.autocast, confirm=self._loaders.comparison.confirm)
 

@@ -74,10 +74,6 @@ class Assignment:
         """Return the whole microbatch that an index belongs to, and which of its slices it is, from 0."""
         return divmod(index, self.slices)
 
-    def index_of(self, microbatch: int) -> int:
-        """Return the index of a whole microbatch: that of its first slice."""
-        return microbatch * self.slices
-
     def name_of(self, microbatch: int) -> str:
         """Return ``microbatch 3`` for messages, or ``microbatch 1, slice 1``."""
         whole, part = self.microbatch_and_slice(microbatch)

@@ -76,7 +76,7 @@ def outline(name: str, placement: Placement, microbatches: int, update_every: in
 
     def program(rank: int) -> Iterator[Action]:
         if not registered.flush:
-            return stream_program(registered, views[rank], outlined.assignment, outlined.stages_of(rank), recompute)
+            return stream_program(registered, views[rank], outlined.assignment, recompute)
         return with_recompute(views[rank].translated(_generated(registered, views[rank])), recompute)
 
     outlined = Schedule(
@@ -97,19 +97,14 @@ def build_evaluation(placement: Placement, microbatches: int) -> Schedule:
     Every input of a stage was made one tick before, on whichever rank, so all stages have work at once. Of one tick the
     later stages come first on every rank alike, so that transfers are sent and received in one order.
     """
-    def forwards(rank: int) -> Iterator[Action]:
-        stages = stages_of_rank(placement, rank)
-        for tick in range(microbatches + stages[-1]):
-            for stage in reversed(stages):
-                replicas = placement[stage]
-                if (0 <= tick - stage < microbatches
-                        and replicas[Assignment.replica_of(tick - stage, len(replicas))] == rank):
-                    yield forward(stage, tick - stage)
-
-    ranks = len({rank for ranks in placement for rank in ranks})
-    peak = microbatches * len(placement)
-    return Schedule("evaluation", placement, tuple(tuple(forwards(rank)) for rank in range(ranks)), microbatches,
-                    microbatches, True, (peak,) * ranks, (1,) * len(placement), {})
+    ranks, stages = len({rank for ranks in placement for rank in ranks}), len(placement)
+    empty = Schedule("evaluation", placement, ((),) * ranks, microbatches, microbatches, True,
+                     (microbatches * stages,) * ranks, (1,) * stages, {})
+    programs: list[list[Action]] = [[] for _ in range(ranks)]
+    for tick in range(microbatches + stages - 1):
+        for stage in reversed(range(max(0, tick - microbatches + 1), min(stages, tick + 1))):
+            programs[empty.assignment.rank_of(stage, tick - stage)].append(forward(stage, tick - stage))
+    return empty.with_programs(programs)
 
 
 @dataclass(frozen=True)
@@ -171,7 +166,7 @@ class ReplicaView:
                        else action.index) for action in program)
 
 
-def stream_program(registered: RegisteredSchedule, view: ReplicaView, assignment: Assignment, stages: list[int],
+def stream_program(registered: RegisteredSchedule, view: ReplicaView, assignment: Assignment,
                    recompute: Collection[int] = ()) -> Iterator[Action]:
     """Yield lazily the compute actions and steps of one rank of a schedule without a flush.
 
@@ -179,9 +174,9 @@ def stream_program(registered: RegisteredSchedule, view: ReplicaView, assignment
     (:data:`vpipe.schedules.registry.Program`), so leaving out actions at its end changes nothing before them.
 
     Args:
-        stages: of the rank.
         recompute: stages that recompute activations.
     """
+    stages = stages_of_rank(assignment.placement, view.home)
     completed, stepped = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     latest = -1  # that is known to exist
     for action in with_recompute(view.translated(_generated(registered, view.endless())), recompute):

@@ -97,13 +97,8 @@ TIED_GRADIENT = Value("gradient of tied weights",
 Needed = tuple[Value, int, int]
 """A value with its stage and index."""
 
-
 Needs = Callable[[Setting, int, int, int], Iterable[Needed]]
 """From a setting, the stage and index of an action, and its rank."""
-
-
-def _nothing(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    return ()
 
 
 @dataclass(frozen=True)
@@ -185,10 +180,10 @@ class Kind(str):
     counts: str
     runs: str
     _: KW_ONLY
-    needs: Needs = _nothing
+    needs: Needs = lambda at, s, i, rank: ()
     makes: Sequence[tuple[Value, int]] = ()
     memory: Memory | None = None
-    ends: Needs = _nothing
+    ends: Needs = lambda at, s, i, rank: ()
     seconds: Callable[[StageCosts], Number] | None = None
     host_bytes: Callable[[StageCosts], Number] | None = None
     transfer: TransferEnd | None = None
@@ -322,15 +317,6 @@ def _neighbour(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]
     return peers
 
 
-def _wanting_gradient(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
-    """The same of the stage before, if it trains anything."""
-    return _neighbour(-1)(at, s, i, rank) if at.assignment.trains(s - 1) else ()
-
-
-def _borrowers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
-    return at.lending.get((s, rank), ())
-
-
 class Op:
     """The kinds of vpipe itself, by name."""
 
@@ -406,8 +392,10 @@ class Op:
     SEND_B = Kind(
         "SEND_B", "send gradients", MICROBATCH, "p2p.send_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT_GRADIENT, s - 1, i)],
-        transfer=TransferEnd(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _wanting_gradient,
-                             lambda cost: cost.gradient_bytes))
+        transfer=TransferEnd(
+            OUTPUT_GRADIENT, True, "RECV_B", -1, -1,
+            lambda at, s, i, rank: _neighbour(-1)(at, s, i, rank) if at.assignment.trains(s - 1) else (),
+            lambda cost: cost.gradient_bytes))
     RECV_B = Kind(  # the shapes of a gradient are known once its forward has run
         "RECV_B", "get ready for gradients", MICROBATCH, "p2p.post_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
@@ -415,7 +403,8 @@ class Op:
     # Weights tied across ranks. The stage is the one that owns the weight, on both sides.
     SEND_W = Kind("SEND_TIED_W", "send tied weights", VERSION, "tied.send_version", of_model=True,
                   needs=lambda at, s, i, rank: [(UPDATED, s, i - 1)],
-                  transfer=TransferEnd(TIED_VERSION, True, "RECV_TIED_W", 0, 0, _borrowers))
+                  transfer=TransferEnd(TIED_VERSION, True, "RECV_TIED_W", 0, 0,
+                                       lambda at, s, i, rank: at.lending.get((s, rank), ())))
     RECV_W = Kind("RECV_TIED_W", "get ready for tied weights", VERSION, "tied.post_version", of_model=True,
                   transfer=TransferEnd(TIED_VERSION, False, "SEND_TIED_W", 0, 0,
                                     lambda at, s, i, rank: at.lenders(s, rank), borrowed=True))

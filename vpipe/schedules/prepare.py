@@ -20,23 +20,20 @@ from vpipe.schedules.size import (
     MOST_RANKS,
     MOST_STAGES,
     Placement,
-    Size,
     check_work,
     first_missing,
     widened,
 )
 
-Ties = Mapping[int, tuple[int, ...]]
-"""Stages that borrow a stage's tied weights, by owning stage."""
 
-
-def described(order: Order, cut: Cut, microbatches: int, processes: int | None = None, ties: Ties | None = None, *,
-              meshed: bool = False) -> Schedule:
+def described(order: Order, cut: Cut, microbatches: int, processes: int | None = None,
+              ties: Mapping[int, tuple[int, ...]] | None = None, *, meshed: bool = False) -> Schedule:
     """Return the schedule that a description asks for, of compute actions; of a stream the part that proves it.
 
     Args:
         microbatches: per batch.
         processes: how many there are; as many as the schedule has ranks when None.
+        ties: stages that borrow a stage's tied weights, by owning stage.
         meshed: the processes are those along a dimension of a mesh.
 
     Raises:
@@ -69,7 +66,10 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     views = replica_views(registered, placement, microbatches, order.late.update_every, warmup)
     size, why = views[placement[0][0]].size, ""
     if not registered.flush:
-        microbatches = _part_of_stream(placement, size, max(view.warmup for view in views) + 1)
+        # The part of a stream that is proved: see vpipe.schedules.checker.check.
+        per_step = Assignment(placement, size.update_every, False, lambda microbatch: True).per_step
+        deepest = max(size.stages, size.ranks, *(view.warmup + 1 for view in views)) * max(map(len, placement))
+        microbatches = 4 * -(-deepest // per_step) * per_step
         why = f", which prove a stream of '{registered.name}',"
     check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
                replicated=max(map(len, placement)) > 1, why=why)
@@ -189,14 +189,3 @@ def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]
         return lowered
     schedule = proved(replace(freeze(lowered.compute_only(), frozen), ties=kept), at.normed, at.sharded, at.zero1)
     return replace(schedule)  # without its graph
-
-
-def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
-    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.checker.check`.
-
-    Args:
-        in_flight: the most microbatches in flight on a rank.
-    """
-    per_step = Assignment(placement, size.update_every, False, lambda microbatch: True).per_step
-    deepest = max(size.stages, size.ranks, in_flight) * max(map(len, placement))
-    return 4 * -(-deepest // per_step) * per_step

@@ -33,9 +33,6 @@ run whose length nobody knows takes the program for very many microbatches and l
 Bound = Callable[[int, Size], int]
 """``bound(rank, size)``: a number that the checker holds the schedule to."""
 
-Constraint = Callable[[Size], Problem | None]
-"""Return what is wrong with a size, with the numbers to change; None when it fits."""
-
 VersionRule = Callable[[int, int, Sequence[int], int, Sequence[int]], int]
 """``rule(microbatch, stage, widths, update_every, warmup)``: the number of updates of the stage that made the weights
 which the microbatch uses. ``widths`` are the replicas of every stage, ``warmup`` the forwards of a replica of every
@@ -70,7 +67,7 @@ class RegisteredSchedule:
             gradient has gone through (B or I).
         versions: weight versions that a stage on a rank holds at most.
         update_every: microbatches per update that a schedule without a flush needs at least, from the number of ranks.
-        requires: refuses the sizes that it cannot have.
+        requires: returns what is wrong with a size, with the numbers to change; None when it fits.
         search: makes the schedule for any placement, costs and limits on memory; None when the order is fixed.
         planned: ``vpipe plan`` and ``schedule: auto`` try it; those that are ``sliced``, wherever microbatches have
             slices. A schedule with a search is never tried.
@@ -96,7 +93,7 @@ class RegisteredSchedule:
     peak_activations: Bound = lambda rank, size: size.microbatches * size.chunks
     versions: Bound = lambda rank, size: 1
     update_every: Callable[[int], int] = lambda ranks: 1
-    requires: Constraint = lambda size: None
+    requires: Callable[[Size], Problem | None] = lambda size: None
     search: Search | None = None
     planned: bool = False
     reversible: bool = False
