@@ -228,8 +228,14 @@ class Model:
                             hint=f"change an entry by {left:+d}, so that they add up to {len(self)}")
         specs = stage_specs(self.names, self.batch, partition)
         stage_of = {self.layers[number].name: spec.index for spec in specs for number in spec.layers}
-        for layer in self.layers:
-            _check_shared(layer, stage_of)
+        for name, path, target in ((layer.name, *shared) for layer in self.layers for shared in layer.shared.items()):
+            owner = next(other for other in stage_of if f"{target}.".startswith(f"{other}."))
+            if stage_of[owner] != stage_of[name]:
+                mine = f"'{name}.{path}'" if path else f"layer '{name}'"
+                raise UserError(f"{mine} (stage {stage_of[name]}) is the same module as '{target}' (stage "
+                                f"{stage_of[owner]}) and has buffers, which two stages cannot share",
+                                hint=f"choose a partition that has the layers from '{owner}' to '{name}' in one "
+                                     "stage, or give each place a module of its own")
         return specs
 
     @cached_property
@@ -282,17 +288,6 @@ class Model:
             UserError: there are more stages than layers.
         """
         return tuple(balanced(self._passes() if costs is None else costs, stages))
-
-
-def _check_shared(layer: Layer, stage_of: Mapping[str, int]) -> None:
-    for path, target in layer.shared.items():
-        owner = next(name for name in stage_of if f"{target}.".startswith(f"{name}."))
-        if stage_of[owner] != stage_of[layer.name]:
-            mine = f"'{layer.name}.{path}'" if path else f"layer '{layer.name}'"
-            raise UserError(f"{mine} (stage {stage_of[layer.name]}) is the same module as '{target}' (stage "
-                            f"{stage_of[owner]}) and has buffers, which two stages cannot share",
-                            hint=f"choose a partition that has the layers from '{owner}' to '{layer.name}' in one "
-                                 "stage, or give each place a module of its own")
 
 
 def _module_dict(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:

@@ -7,7 +7,7 @@ A rule raises :class:`~vpipe.errors.CheckError` when a schedule breaks it. It ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from vpipe.errors import counted
 from vpipe.schedules import kinds
@@ -126,8 +126,7 @@ def completeness(schedule: Schedule) -> None:
               and kind not in (forward, whole, first, second)]
     where = schedule.graph.where
     for action, spots in where.items() if not all(kind.is_own for kind in schedule.kinds) else ():
-        ranks = [rank for rank, _ in spots]
-        if action.op.counts == UPDATE and not action.op.is_own and len(set(ranks)) < len(ranks):
+        if action.op.counts == UPDATE and not action.op.is_own and len({rank for rank, _ in spots}) < len(spots):
             raise schedule.error(f"{action} stands {len(spots)} times in the programs",
                                  f"{action.op.name} of every update at most once on a rank", spots[-1])
     for stage in range(schedule.stages):
@@ -356,8 +355,9 @@ def _once_between(schedule: Schedule, value: Value, stage: int, update: int, ran
     The latter is an action of its own stage; after a norm, of any stage.
     """
     graph = schedule.graph
-    kind = graph.makers[value][0][0]
-    action, before = Action(kind, stage, update), _users(schedule, value, stage)
+    action, first = Action(graph.makers[value][0][0], stage, update), schedule.placement[stage][0]
+    before = [kind for kind in kinds.known() if kind.counts == UPDATE and kind.transfer is None
+              and any(needed is value for needed, _, _ in kind.needs(schedule.setting, stage, 0, first))]
     positions = [position for there, position in graph.where.get(action, ()) if there == rank]
     position, needing = next((at, one) for at, one in enumerate(schedule.programs[rank]) if
                              one.index == update and one.op in before
@@ -372,13 +372,6 @@ def _once_between(schedule: Schedule, value: Value, stage: int, update: int, ran
     if not last < positions[0] < position:
         raise schedule.error(f"{action} on rank {rank} must stand between the last weight gradient of its update and "
                              f"{needing}", hint, (rank, positions[0]))
-
-
-def _users(schedule: Schedule, value: Value, stage: int) -> Collection[Kind]:
-    """Return the kinds of actions on updates that need a value of a stage."""
-    rank = schedule.placement[stage][0]
-    return [kind for kind in kinds.known() if kind.counts == UPDATE and kind.transfer is None
-            and any(needed is value for needed, _, _ in kind.needs(schedule.setting, stage, 0, rank))]
 
 
 def weight_versions(schedule: Schedule) -> None:

@@ -7,7 +7,7 @@ as a stream is. Both know of no kind: what they say follows from the rows of :mo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from vpipe.errors import UserError
@@ -43,29 +43,16 @@ def carried(carrier: Kind, stage: int, index: int) -> Action:
 
 
 def receive_of(send: Action) -> Action:
-    """Return the receive of a send."""
     assert send.op.transfer is not None, "it is a send"
     return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.index)
-
-
-def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, int]]]:
-    """Return by value the kinds that make it, each with the stage of the value less that of the action.
-
-    These are of the kinds that are present; the first of all where none is.
-    """
-    makers: dict[Value, list[tuple[Kind, int]]] = defaultdict(list)
-    for kind in sorted(kinds.known(), key=lambda kind: kind not in present):
-        for value, offset in kind.makes:
-            if kind in present or not makers[value]:
-                makers[value].append((kind, offset))
-    return dict(makers)
 
 
 class Graph:
     """Hold tables made in one pass over the programs of a schedule, and tell which action waits for which.
 
     Attributes:
-        makers: the kinds that make a value, each with the stage of the value less that of its action.
+        makers: the kinds that make a value, each with the stage of the value less that of its action: those that are
+            present; the first of all where none is.
         where: the spots of every action.
         last: by stage, update and rank, the rank's last action (B or W) that makes weight gradients for it.
 
@@ -74,7 +61,12 @@ class Graph:
     """
 
     def __init__(self, programs: Sequence[Sequence[Action]], setting: Setting, present: Collection[Kind]) -> None:
-        self.programs, self.setting, self.makers = programs, setting, _makers(present)
+        self.programs, self.setting = programs, setting
+        self.makers: dict[Value, list[tuple[Kind, int]]] = {}
+        for kind in sorted(kinds.known(), key=lambda kind: kind not in present):
+            for value, offset in kind.makes:
+                if kind in present or value not in self.makers:
+                    self.makers.setdefault(value, []).append((kind, offset))
         self.where: dict[Action, tuple[Spot, ...]] = {}
         self.last: dict[tuple[int, int, int], Action] = {}
         where, last = self.where, self.last
@@ -282,8 +274,9 @@ class Flow:
             # By then all replicas have summed; where each sums what it owns alone, its step comes too early.
             if (EXCHANGED, 0) in op.makes if self._setting.zero1 else op.makes_version:
                 self._parts.pop((stage, index, rank), None)
-        elif not op.is_own:
-            self._arrived.update((value, stage + offset, index, rank) for value, offset in op.published)
+        elif not op.is_own:  # what ranks may need without a transfer
+            self._arrived.update((value, stage + offset, index, rank) for value, offset in op.makes
+                                 if value.homes is not None and value.carrier is None and value is not PART)
         return ()
 
 

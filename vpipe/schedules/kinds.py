@@ -249,12 +249,6 @@ class Kind(str):
         return named, (str(self),)
 
     @property
-    def published(self) -> Sequence[tuple[Value, int]]:
-        """Return what it makes that ranks may need without a transfer, with the offset of its stage."""
-        return [(value, offset) for value, offset in self.makes
-                if value.homes is not None and value.carrier is None and value is not PART]
-
-    @property
     def other_end(self) -> Kind:
         """Return the kind at the other end of a transfer."""
         assert self.transfer is not None, "it is one end of a transfer"

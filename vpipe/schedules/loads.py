@@ -37,7 +37,6 @@ class VersionRegister:
         return self.latest if self.chosen is None else self.chosen
 
     def follow(self, action: Action) -> None:
-        """Take note of an action of the stage."""
         if action.op.makes_version:
             self.latest += 1
         elif action.op.chooses:
@@ -96,7 +95,6 @@ class StagePeaks:
 
     @classmethod
     def of(cls, programs: Iterable[Sequence[Action]], stage: int, frozen: int = 0) -> StagePeaks:
-        """Return the peaks of a stage in the programs of its ranks."""
         loads = [load for program in programs for _, *load in stage_loads(program, stage, frozen)]
         return cls(*map(max, zip(*loads, strict=True)))
 

@@ -89,7 +89,6 @@ class Lowering:
         self._sent_behind: dict[Kind, list[tuple[Kind, int]]] = {}  # sends, with the stage of each less the action's
 
     def program(self) -> Iterator[Action]:
-        """Yield the rank's actions, in order."""
         delayed: deque[Action] = deque()
         for owner in self._borrowers:
             yield from self._close(owner)

@@ -119,24 +119,23 @@ def _check_ranks(placement: Placement, order: Order, cut: Cut, processes: int | 
         if order.chunks != (count := passes(placement, rank)):
             raise UserError(f"chunks is {order.chunks}, but the placement puts {counted(count, 'stage')} on "
                             f"rank {rank}", hint="leave chunks out: it follows from the placement")
-    if processes in (None, len(used)):
+    if processes is None or processes == len(used):
         return
-    count = processes or 0
-    there, start = counted(count, "process"), f"start {counted(len(used), 'process')}"
+    there, start = counted(processes, "process"), f"start {counted(len(used), 'process')}"
     if meshed:
-        there = f"{counted(count, 'rank')} along 'pp' of the mesh"
+        there = f"{counted(processes, 'rank')} along 'pp' of the mesh"
         start = f"give 'pp' {counted(len(used), 'rank')}"
     widths = [len(ranks) for ranks in placement]
     if max(widths) > 1:
         raise UserError(f"{there} for {counted(len(used), 'rank')}: the stages have "
                         f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
     per_rank = cut.count // len(used)
-    more = "" if meshed or count % len(used) else (
+    more = "" if meshed or processes % len(used) else (
         "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has "
         f"{counted(len(used), 'rank')}")
     raise UserError(f"{there} for {counted(cut.count, 'stage')}, of which '{order.schedule}' holds "
                     f"{per_rank} on each rank",
-                    hint=f"{start}, or cut the model into {counted(count * per_rank, 'stage')}{more}")
+                    hint=f"{start}, or cut the model into {counted(processes * per_rank, 'stage')}{more}")
 
 
 def _from_file(order: Order, cut: Cut, microbatches: int) -> Schedule:

@@ -11,13 +11,13 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import vpipe.schedules.generators
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plugins import PluginGroup
 from vpipe.schedules.action import Action
-from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.costs import Number
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import MOST_MICROBATCHES, Layout, Placement, PlacementRule, Size, default_warmup
 
@@ -43,14 +43,6 @@ Limits = Number | Sequence[Number | None] | None
 one number for all, or one per rank; None is no limit."""
 
 
-class Search(Protocol):
-    """Find an order over a placement for ``microbatches``; see :func:`~vpipe.schedules.search.search.search`."""
-
-    def __call__(self, placement: Placement | int, microbatches: int,
-                 costs: Costs | Callable[[Placement], Costs] | None = None, limits: Limits = None, *,
-                 chunks: int | None = None) -> Schedule: ...
-
-
 @dataclass(frozen=True)
 class RegisteredSchedule:
     """A registered schedule; made by the decorator of its generator, :data:`register_schedule`.
@@ -68,7 +60,8 @@ class RegisteredSchedule:
         versions: weight versions that a stage on a rank holds at most.
         update_every: microbatches per update that a schedule without a flush needs at least, from the number of ranks.
         requires: returns what is wrong with a size, with the numbers to change; None when it fits.
-        search: makes the schedule for any placement, costs and limits on memory; None when the order is fixed.
+        search: makes the schedule for any placement, costs and limits on memory, with the arguments of
+            :func:`~vpipe.schedules.search.search.search`; None when the order is fixed.
         planned: ``vpipe plan`` and ``schedule: auto`` try it; those that are ``sliced``, wherever microbatches have
             slices. A schedule with a search is never tried.
         reversible: its backwards may run in any order of the microbatches, because on every rank they follow all
@@ -94,7 +87,7 @@ class RegisteredSchedule:
     versions: Bound = lambda rank, size: 1
     update_every: Callable[[int], int] = lambda ranks: 1
     requires: Callable[[Size], Problem | None] = lambda size: None
-    search: Search | None = None
+    search: Callable[..., Schedule] | None = None
     planned: bool = False
     reversible: bool = False
     version_of: Callable[..., int] | None = None
@@ -266,7 +259,6 @@ class RegisteredSchedule:
 PLUGINS = PluginGroup("vpipe.schedules", "schedule")
 _OWN = "vpipe.schedules.generators."
 _REGISTERED: dict[str, RegisteredSchedule] = {}
-
 
 register_schedule = RegisteredSchedule
 """Register the decorated generator as ``name``; see :class:`RegisteredSchedule` for the arguments."""

@@ -63,7 +63,6 @@ class _ReceivePlacement:
                     self._unposted[receive].append(receive)
 
     def go_on(self, rank: int) -> None:
-        """Let a rank go as far as it can."""
         program = self._schedule.programs[rank]
         while self.cursors[rank] < len(program):
             action = program[self.cursors[rank]]
@@ -94,7 +93,7 @@ class _ReceivePlacement:
             program = self._schedule.programs[rank]
             if cursor < len(program) and program[cursor].op.sends:
                 yield from (one for one in self._graph.awaited(program[cursor], rank, rendezvous=True)
-                            if one not in self.done and self._graph.position(*one) is not None)
+                            if self._graph.position(*one) is not None)
 
     def _post_in_order(self, receive: Action, rank: int) -> None:
         """Post a receive after those of earlier sends; later, when one of these cannot be posted yet."""
@@ -190,10 +189,13 @@ class TransferOrder:
         """Take note of an action, wake the ranks that may wait for it, and let its own come to the next one."""
         woken = self._flow.follow(action, rank)
         for sleeper in woken if action.op.per_microbatch else sorted(self._asleep):
-            self._wake(sleeper)
+            if sleeper in self._asleep:
+                self._asleep.remove(sleeper)
+                heappush(self._awake, (self._now, sleeper))
         self._next[rank] = next(self._programs[rank], None)
-        if self._next[rank] is not None:
-            heappush(self._awake, (self._now + _ticks(action.op), rank))
+        if self._next[rank] is not None:  # a whole backward takes as long as its halves together
+            ticks = action.op.computes * (1 + action.op.whole_backward)
+            heappush(self._awake, (self._now + ticks, rank))
 
     def _sum(self, action: Action, rank: int) -> None:
         """Carry out a sum over replicas, as one transfer, when all of them have come to it."""
@@ -213,16 +215,6 @@ class TransferOrder:
     def _place(self, action: Action, rank: int) -> None:
         if rank in self._placed:
             self._placed[rank].append(action)
-
-    def _wake(self, rank: int) -> None:
-        if rank in self._asleep:
-            self._asleep.remove(rank)
-            heappush(self._awake, (self._now, rank))
-
-
-def _ticks(kind: Kind) -> int:
-    """Return the virtual time of an action: a whole backward takes as long as its halves together."""
-    return kind.computes * (1 + (kind.returns and kind.completes))
 
 
 _MOST_STEPS = 256

@@ -58,7 +58,6 @@ class VPhases:
         self._waiting: list[Action] = []
 
     def repeat(self, turn: str, times: int) -> Iterator[Action]:
-        """Yield the actions of so many turns."""
         operations = [(kinds.named(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
         for _ in range(times):
             for op, chunks in operations:

@@ -20,7 +20,7 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.search.greedy import ROUNDING, SAME_TIME, GreedyRules, GreedyRun, OrderedWork, Priority, Turn
+from vpipe.schedules.search.greedy import ROUNDING, SAME_TIME, GreedyRules, GreedyRun, OrderedWork, Priority
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout, Placement, Size
 
@@ -92,6 +92,7 @@ class _Problem:
                             hint="give one per rank, or one number for all")
         self._limits: list[Number] = [math.inf if limit is None else limit for limit in each]
         self._whole = work = self._work(microbatches)
+        self._unlimited = GreedyRules((math.inf,) * ranks, (math.inf,) * ranks)
         self._goal = work.goal()
         least = [work.least_bytes(rank) for rank in range(work.ranks)]
         short = [rank for rank, limit in enumerate(self._limits) if limit < least[rank] * (1 - ROUNDING)]
@@ -108,7 +109,7 @@ class _Problem:
     def candidates(self) -> Iterator[tuple[Score, Schedule]]:
         """Yield the orders that keep the limits, with their scores."""
         hand_made = list(self._hand_made())
-        scored = [one for schedule in hand_made if (one := self._scored(schedule)) is not None]
+        scored = [one for schedule in hand_made if (one := self._scored(schedule.programs)) is not None]
         yield from scored
         if any(self._is_optimal(score) for score, _ in scored):
             return
@@ -120,7 +121,7 @@ class _Problem:
                 if self._is_optimal(found[0]):
                     return
         # One microbatch in flight and no backward split keep every limit that can be kept.
-        one_by_one = replace(_without_limits(self._whole), split=False,
+        one_by_one = replace(self._unlimited, split=False,
                              in_flight=tuple(float(len(stages)) for stages in self._whole.stages_of))
         if not any_fits and (last := self._ordered(one_by_one)) is not None:
             yield last
@@ -131,18 +132,22 @@ class _Problem:
 
     def _ordered(self, rules: GreedyRules) -> tuple[Score, Schedule] | None:
         found = GreedyRun(self._whole, rules).order()
-        return None if found is None else self._scored(self._schedule(found.programs))
+        return None if found is None else self._scored(found.programs)
 
-    def _scored(self, schedule: Schedule) -> tuple[Score, Schedule] | None:
-        """Simulate a schedule; None when it does not keep the limits."""
+    def _scored(self, programs: Sequence[Sequence[Action]]) -> tuple[Score, Schedule] | None:
+        """Simulate programs as the schedule ``auto``, with its peaks as bounds; None when it does not keep the limits.
+        """
+        schedule = Schedule("auto", self._placement, tuple(map(tuple, programs)), self._microbatches,
+                            self._microbatches, True, (), (1,) * len(self._placement), {})
         try:
             timeline = simulate(schedule, self._costs)
         except CheckError:
             return None  # somebody's registered schedule that cannot run
         if any(peak > limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak_bytes, self._limits, strict=True)):
             return None
+        peaks = tuple(rank.peak_activations for rank in schedule.rank_peaks)
         return ((timeline.bubble_s, timeline.makespan_s, sum(timeline.peak_bytes, start=0),
-                 sum(map(len, schedule.programs))), self._schedule(schedule.programs))
+                 sum(map(len, programs))), replace(schedule, peak_activations=peaks))
 
     def _hand_made(self) -> Iterator[Schedule]:
         for name in RegisteredSchedule.names():
@@ -169,23 +174,9 @@ class _Problem:
         trial.climb()
         yield from trial.best()
         for schedule in hand_made:
-            yield replace(_without_limits(self._whole), turns=tuple(map(_turns, schedule.programs)))
-
-    def _schedule(self, programs: Sequence[Sequence[Action]]) -> Schedule:
-        """Return these programs as the schedule ``auto``, with its peaks as bounds."""
-        schedule = Schedule("auto", self._placement, tuple(map(tuple, programs)), self._microbatches,
-                            self._microbatches, True, (), (1,) * len(self._placement), {})
-        return replace(schedule, peak_activations=tuple(rank.peak_activations for rank in schedule.rank_peaks))
-
-
-def _turns(program: Iterable[Action]) -> tuple[Turn, ...]:
-    """Return the order of forwards and backwards."""
-    return tuple((Op.FORWARD if action.op.uses_version else Op.INPUT, action.stage)
-                 for action in program if action.op.uses_version or action.op.returns)
-
-
-def _without_limits(work: OrderedWork) -> GreedyRules:
-    return GreedyRules((math.inf,) * work.ranks, (math.inf,) * work.ranks)
+            yield replace(self._unlimited, turns=tuple(
+                tuple((Op.FORWARD if action.op.uses_version else Op.INPUT, action.stage) for action in program
+                      if action.op.uses_version or action.op.returns) for program in schedule.programs))
 
 
 def _rules(work: OrderedWork) -> Iterator[GreedyRules]:

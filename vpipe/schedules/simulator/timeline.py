@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from vpipe.errors import CheckError, UserError
+from vpipe.errors import UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.costs import Costs, Number, ratio
@@ -70,7 +70,6 @@ class Timeline:
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs, events: tuple[tuple[Event, ...], ...],
            transfers: tuple[TransferEvent, ...]) -> Timeline:
-        """Return the timeline of these events and transfers."""
         between = [(own[0].start_s, max(event.end_s for event in own)) for own in events]
         for transfer in () if costs.overlap else transfers:
             for rank in {transfer.source, transfer.target}:
@@ -143,7 +142,6 @@ class Timeline:
         return tuple(max(held for _, held in curve) for curve in self.memory)
 
     def _held(self, rank: int) -> Curve:
-        """Return the curve of a rank."""
         events = iter(self.events[rank])
         now: Number = 0
         before: Number = -1
@@ -182,8 +180,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     loop = EventLoop(tables, costs)
     loop.run()
     if loop.cursors != tables.ends:
-        raise _blocked(tables, loop.cursors)
-
+        positions = [cursor - first for cursor, first in zip(loop.cursors, tables.firsts, strict=True)]
+        programs = tables.schedule.programs
+        spots = [(rank, position) for rank, position in enumerate(positions) if position < len(programs[rank])]
+        standing = "; ".join(f"rank {rank} stands before {programs[rank][position]}" for rank, position in spots)
+        raise tables.schedule.error(f"the simulation cannot go on: {standing}",
+                                    "check the schedule first: it says what each of them waits for", *spots,
+                                    cursors=positions)
     events = [tuple(Event(action, loop.starts[number], loop.ends[number])
                     for number, action in enumerate(program, start=first) if tables.ticks[number] is not None)
               for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
@@ -191,16 +194,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                  for number, start, end in loop.arrivals
                  if (message := tables.messages[number]).source != message.target]
     return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)).in_seconds(tables.unit)
-
-
-def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
-    positions = [cursor - first for cursor, first in zip(cursors, tables.firsts, strict=True)]
-    programs = tables.schedule.programs
-    spots = [(rank, position) for rank, position in enumerate(positions) if position < len(programs[rank])]
-    standing = "; ".join(f"rank {rank} stands before {programs[rank][position]}" for rank, position in spots)
-    return tables.schedule.error(f"the simulation cannot go on: {standing}",
-                                 "check the schedule first: it says what each of them waits for", *spots,
-                                 cursors=positions)
 
 
 def lengthened(stream: Schedule, recompute: Collection[int] = ()) -> Schedule:
@@ -225,8 +218,6 @@ def _stream_steps(schedule: Schedule) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class SimulatedSteps:
-    """Simulated steps."""
-
     # of one batch from an empty pipeline to an empty one; of a stream, of its first microbatches
     timeline: Timeline
     step_s: float  # the time from step to step
