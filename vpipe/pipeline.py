@@ -610,8 +610,8 @@ def _pauses(given: object) -> Callable[[int], int | None]:
         return lambda done: None
     if (every := as_integer(given)) is not None and every > 0:
         return lambda done: (done // every + 1) * every
-    several = isinstance(given, Collection) and not isinstance(given, Mapping | str)
-    wanted = [as_integer(each) or 0 for each in given] if several else [0]
+    several = given if isinstance(given, Collection) and not isinstance(given, Mapping | str) else [0]
+    wanted = [as_integer(each) or 0 for each in several]
     if min(wanted, default=1) < 1:
         raise UserError(f"pauses is {shown(given)}", hint="give the number of updates from one pause to the next, such "
                         "as pauses=100, or a list of updates, such as pauses=[100, 250]")

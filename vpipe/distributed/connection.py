@@ -251,7 +251,12 @@ def close_in_child(own: socket.socket) -> None:
     _not_for_children.add(own)
 
 
-os.register_at_fork(after_in_child=lambda: [own.close() for own in _not_for_children])
+def _close_in_child() -> None:
+    for own in _not_for_children:
+        own.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def connections(but: Collection[int] = ()) -> dict[int, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -268,8 +268,8 @@ class _PeakMemory(_OfShards):
 
 def live_bytes(device: torch.device) -> int:
     """Return the bytes of all tensors of this process on a device."""
-    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))  # isinstance would ask the object
-    return bytes_of(tensor for tensor in tensors if tensor.device.type == device.type)
+    plain = (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter))  # others hold such, or nothing
+    return bytes_of(tensor for tensor in plain if tensor.device.type == device.type)
 
 
 def _copied(given: LayerInputs) -> LayerInputs:
