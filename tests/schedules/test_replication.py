@@ -148,7 +148,7 @@ def test_rounds() -> None:
     assert [assignment.per_update(0), assignment.per_update(1), assignment.per_step] == [4, 2, 4]
     assert [list(assignment.in_update(0, update)) for update in range(3)] == [[0, 1, 2, 3], [4, 5, 6], []]
     assert [list(assignment.share(0, 1, 0, rank)) for rank in (0, 1)] == [[4, 6], [5]]
-    assert list(assignment.complete_share(0, 1, 0, 1)) == [5, 7]
+    assert list(assignment.taken(range(4, 8), 0, 1)) == [5, 7]
     assert assignment.contributors(0, 1, 0) == [0, 1]
     assert assignment.contributors(1, 3, 0) == [0]
     assert [assignment.rank_of(0, microbatch) for microbatch in range(4)] == [0, 1, 0, 1]

@@ -106,14 +106,11 @@ class Model:
         check_children(modules, children, loss)
         *front, last = children
         ties, shared = shared_parameters(children), shared_modules(children)
-        source = "input"
-        layers = []
-        for name in front:
-            layers.append(Layer(name, partial(copy_module, children[name]), (source,), ("h",), ties[name],
-                                shared[name]))
-            source = "h"
-        layers.append(Layer(last, partial(copy_module, children[last], loss), (source, "target"), (LOSS, "output"),
-                            ties[last], shared[last]))
+        sources = dict(zip(children, ("input", *["h"] * len(front)), strict=True))
+        layers = [Layer(name, partial(copy_module, children[name]), (sources[name],), ("h",), ties[name], shared[name])
+                  for name in front]
+        layers.append(Layer(last, partial(copy_module, children[last], loss), (sources[last], "target"),
+                            (LOSS, "output"), ties[last], shared[last]))
         model = cls(layers, batch=("input", "target"), labels="target" if is_mean_of_labels(loss) else None)
         model.exact = frozenset({"target"})
         model._check = partial(check_unchanged, modules, children, ties, shared)

@@ -130,11 +130,6 @@ class Assignment:
         """
         return self.taken(self.in_update(owner, update), stage, rank)
 
-    def complete_share(self, owner: int, update: int, stage: int, rank: int) -> Sequence[int]:
-        """Return the same for a complete update, without asking which microbatches exist."""
-        first = update * self.per_update(owner)
-        return self.taken(range(first, first + self.per_update(owner)), stage, rank)
-
     def taken(self, microbatches: range, stage: int, rank: int) -> Sequence[int]:
         """Return those microbatches that ``rank`` takes: every ``width``-th; none where it is no rank of the stage, or
         the stage trains nothing."""

@@ -135,8 +135,7 @@ def _read(path: Path) -> CsvFile:
         path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
         tuple(peak(program, SAVED) for program in programs),
         tuple(_versions([programs[rank] for rank in ranks], stage) for stage, ranks in enumerate(placement)), {})
-    pairs = left_out.pop(_PAIR, 0)
-    return CsvFile(schedule, left_out, pairs)
+    return CsvFile(schedule, left_out, left_out.pop(_PAIR, 0))
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:

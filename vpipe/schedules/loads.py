@@ -215,7 +215,4 @@ def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs
     for moment in moments(program, bytes_in(program, costs), frozen, stages):
         if moment.size > most:
             most, fullest = moment.size, dict(moment.held)
-    counts = Counter[tuple[Value, int]]()
-    for (value, stage, _), count in fullest.items():
-        counts[value, stage] += count
-    return counts
+    return Counter((value, stage) for (value, stage, _), count in fullest.items() for _ in range(count))

@@ -177,12 +177,11 @@ class Lowering:
 
     def _complete(self, action: Action) -> Iterator[Action]:
         """Note the gradients of a microbatch for the weights that its stage borrows."""
-        owners = [owner for owner, here in self._borrowers.items() if action.stage in here]
-        for owner in owners:
-            self._completed[owner, self._assignment.update_of(owner, action.index), action.stage] += 1
-            yield from self._close(owner)
-        if owners:
-            yield from self._take_steps()
+        for owner, here in self._borrowers.items():
+            if action.stage in here:
+                self._completed[owner, self._assignment.update_of(owner, action.index), action.stage] += 1
+                yield from self._close(owner)
+        yield from self._take_steps()
 
     def _close(self, owner: int, ended: bool = False) -> Iterator[Action]:
         """Send the gradients of the owner's next updates that are complete, and post receives for the new versions.
@@ -215,9 +214,11 @@ class Lowering:
             yield Action(Op.RECV_G, owner, update)
 
     def _has_gradients(self, owner: int, update: int, ended: bool) -> bool:
+        per_update = self._assignment.per_update(owner)
+        complete = range(update * per_update, (update + 1) * per_update)
         for borrower in self._borrowers[owner]:
             done = self._completed[owner, update, borrower]
-            if not (done or ended) and self._assignment.complete_share(owner, update, borrower, self._rank):
+            if not (done or ended) and self._assignment.taken(complete, borrower, self._rank):
                 return False  # to ask whether more microbatches exist would read the data too early
             if done != len(self._assignment.share(owner, update, borrower, self._rank)):
                 return False

@@ -213,8 +213,7 @@ class Schedule:
 
     def error(self, what: str, hint: str, *marks: Spot, cursors: Sequence[int] | None = None) -> CheckError:
         """Return the error that a rule raises: what is wrong, the grid with ``marks``, the remedy."""
-        grid = draw_grid(self.programs, marks, cursors)
-        error = CheckError(f"schedule '{self.name}': {what}\n{grid}", hint=hint)
+        error = CheckError(f"schedule '{self.name}': {what}\n{draw_grid(self.programs, marks, cursors)}", hint=hint)
         error.marks = marks
         return error
 

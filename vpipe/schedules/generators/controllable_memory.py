@@ -1,11 +1,11 @@
 """V-Half and V-Min: a half and a third of the memory of 1F1B, with two stages per rank in the shape of a V."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from vpipe.schedules.action import Action, Kind, Op, step, weight_half
+from vpipe.schedules.action import Action, Op, step, weight_half
 from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Layout
 
@@ -44,15 +44,12 @@ def repeat_block(strides: tuple[int, ...], gaps: tuple[int, ...], ranks: int, mi
         max_in_flight: limit of a rank's microbatch-stages between F and W; at it no new forward begins.
     """
     lines = [_RankProgram(_times(strides, gaps, rank, ranks), rank, ranks, microbatches) for rank in range(ranks)]
-    available: dict[tuple[Kind, int, int], int] = {}  # the unit from which an action's result can be used
-    now = 0
+    done: set[Action] = set()  # in the units before
     while any(line.ahead or line.waiting for line in lines):
-        for line in lines:
-            action = line.next(available, now, max_in_flight)
-            if action is not None:
-                line.append(action)
-                available[action.op, action.stage, action.index] = now + 1
-        now += 1
+        doing = [(line, action) for line in lines if (action := line.next(done, max_in_flight)) is not None]
+        for line, action in doing:
+            line.append(action)
+            done.add(action)
     return tuple((*line.program, *(step(stage, 0) for stage in line.stages)) for line in lines)
 
 
@@ -73,7 +70,7 @@ class _RankProgram:
         self._forwards_left = 2 * microbatches
         self._in_flight = 0
 
-    def next(self, available: dict[tuple[Kind, int, int], int], now: int, max_in_flight: int) -> Action | None:
+    def next(self, done: Collection[Action], max_in_flight: int) -> Action | None:
         """Return the action to do now; None when there is none."""
         weight = weight_half(*self.waiting[0][1:]) if self.waiting else None
         if not self.ahead:
@@ -83,7 +80,7 @@ class _RankProgram:
         before = (action.op, action.stage - 1 if is_forward else action.stage + 1, action.index)
         if not is_forward and action.stage == self._last_stage:
             before = (Op.FORWARD, action.stage, action.index)
-        possible = (is_forward and action.stage == 0) or available.get(before, now + 1) <= now
+        possible = (is_forward and action.stage == 0) or before in done
         if not possible or (is_forward and self._in_flight >= max_in_flight):
             return weight
         # Until the last forward, a weight half whose unit in the repeated block comes earlier goes first.
