@@ -63,11 +63,8 @@ class Prediction:
     @property
     def bottleneck(self) -> int:
         """The slowest stage: on the ranks with the least idle time, the one with the most work."""
-        def idle_and_work(number: int) -> tuple[float, float]:
-            stage = self.stages[number]
-            return stage.idle_s, -stage.microbatch_s
-
-        return min(range(len(self.stages)), key=idle_and_work)
+        return min(range(len(self.stages)),
+                   key=lambda number: (self.stages[number].idle_s, -self.stages[number].microbatch_s))
 
     def held_by(self, stages: Sequence[int]) -> StageMemory:
         """Return what a rank with these stages holds when each is at its peak; it works on one of them at a time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from vpipe.description.cut import Cut, ties_between
+from vpipe.description.cut import Cut, stage_specs, ties_between
 from vpipe.description.order import Order
 from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
@@ -57,7 +57,8 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
         raise UserError(f"the plan is for {sum(partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
     order = plan.order.over(Order.of(name, update_every=update_every))
-    ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(profile.split(partition)).items()}
+    ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(
+        stage_specs(profile.names, profile.fields, partition)).items()}
     frozen = sum(layers.stop <= profile.frozen_layers for layers in ranges(partition))
     built = freeze(_built(profile, order, plan.cut, microbatches, ties), frozen) if not CsvFile.is_path(name) else \
         with_frozen(proved(described(order, plan.cut, microbatches, ties=ties)), frozen)

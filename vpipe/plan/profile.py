@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from vpipe.description.cut import LayerNames, StageSpec, crossings, stage_specs
+from vpipe.description.cut import LayerNames, crossings
 from vpipe.errors import UserError
 from vpipe.files import count_of, read_json, read_record, replace_text
 
@@ -69,11 +69,6 @@ class LayerProfile:
     largest_bytes: int = 0  # of its largest parameter that is trained; where each replica steps whole ones, see zero1
     carried_bytes: int = 0  # of what its slices hand on to one another, such as keys and values, of all tokens
     past_bytes: int = 0  # what a slice keeps of that from those before it, recomputed or not; see Profile.sliced
-
-    @property
-    def largest_state_bytes(self) -> int:
-        """What the optimizer keeps for that parameter, if it keeps equally much for every byte."""
-        return -(-self.optimizer_bytes * self.largest_bytes // self.parameter_bytes) if self.parameter_bytes else 0
 
     def sliced(self, slices: int, accumulate_s: float) -> LayerProfile:
         """Return the mean costs of one of so many slices, see :meth:`Profile.sliced`.
@@ -201,19 +196,6 @@ class Profile:
         (:func:`vpipe.runtime.reducer.owners_of`)."""
         return -(-(total + (width - 1) * largest) // width) if self.zero1 else total
 
-    def averaged_bytes(self, weights: int) -> int:
-        """Return the bytes of the average of so many bytes of trained weights, which is as wide as master weights."""
-        return weights * (1 + self.identity.pure) * self.averages
-
-    def extrapolated_bytes(self, weights: int, versions: int) -> int:
-        """Return the bytes of the last changes that a stage keeps, which are as wide as master weights.
-
-        Args:
-            weights: bytes of the stage's trained weights.
-            versions: of them that it holds. With one, no gradient is late.
-        """
-        return (weights * (2 if self.identity.pure else 1)) if self.extrapolates and versions > 1 else 0
-
     def sliced(self, slices: int) -> Profile:
         """Return the costs of a slice in place of a microbatch, where each is cut into so many.
 
@@ -232,10 +214,6 @@ class Profile:
         return tuple(LayerNames(layer.reads, [tensor.name for tensor in layer.writes], {
             f"{number}.{owner}": (owner, str(owner)) for owner in layer.tied})
             for number, layer in enumerate(self.layers))
-
-    def split(self, partition: Sequence[int]) -> tuple[StageSpec, ...]:
-        """Return the stages of a partition."""
-        return stage_specs(self.names, self.fields, partition)
 
     @cached_property
     def activations(self) -> ActivationMemory:
@@ -335,55 +313,45 @@ def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple
 class ActivationMemory:
     """The bytes that a microbatch holds between its forward and its backward, and sends through cuts.
 
-    The counterpart, without torch, of the runtime's record of a microbatch. ``tensors`` are those around every layer.
+    The counterpart, without torch, of the runtime's record of a microbatch. ``tensors`` are those around every layer,
+    ``crossing`` those that cross the cut before it.
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._profile, self._crossing = profile, list[list[TensorBytes]]()
+        self._profile, self.crossing = profile, list[list[TensorBytes]]()
         self.tensors: list[LayerTensors] = []
         written: dict[str, TensorBytes] = {}
         alive = crossings(profile.names)
         for layer, before, after in zip(profile.layers, alive, alive[1:], strict=False):
             sizes = {tensor.name: tensor.bytes for tensor in layer.writes}
             marks = [mark.partition(":")[::2] for mark in dict.fromkeys(layer.saves)]
-            self._crossing.append([written[name] for name in sorted(before)])
+            self.crossing.append([written[name] for name in sorted(before)])
             self.tensors.append(LayerTensors(
-                tuple((tensor.name, tensor.bytes) for tensor in self._crossing[-1]), frozenset(after),
+                tuple((tensor.name, tensor.bytes) for tensor in self.crossing[-1]), frozenset(after),
                 layer.saved_bytes, tuple(name for way, name in marks if way == "in" and name in before),
                 tuple((name, sizes[name]) for way, name in marks if way == "out"), frozenset(sizes),
                 layer.recompute.median, layer.past_bytes))
             written |= {tensor.name: tensor for tensor in layer.writes}
-        self._crossing.append([])
-
-    def crossing(self, cut: int) -> list[TensorBytes]:
-        """Return the tensors that cross the cut before layer ``cut``."""
-        return self._crossing[cut]
+        self.crossing.append([])
 
     def output_bytes(self, cut: int) -> int:
         """Return the bytes that a microbatch sends forward through a cut."""
-        return sum(tensor.bytes for tensor in self._crossing[cut])
+        return sum(tensor.bytes for tensor in self.crossing[cut])
 
     def gradient_bytes(self, cut: int) -> int:
         """Return the bytes that a microbatch sends back through a cut."""
-        return sum(tensor.bytes for tensor in self._crossing[cut] if tensor.wants_gradient)
+        return sum(tensor.bytes for tensor in self.crossing[cut] if tensor.wants_gradient)
 
-    def held_names(self, layers: range, recomputed: Collection[int] = ()) -> frozenset[str]:
-        """Return the tensors alive after a stage that it holds, also while the ``recomputed`` layers drop theirs."""
-        state = START
-        for number in layers:
-            state, _, _ = add_layer(state, self.tensors[number], number in recomputed)
-        return state.held
-
-    def held_bytes(self, layers: range, recomputed: Collection[int] = ()) -> tuple[int, int]:
-        """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save, and those that
-        it holds once dropped activations are recomputed."""
+    def held(self, layers: range, recomputed: Collection[int] = ()) -> tuple[int, int, frozenset[str]]:
+        """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save, those that it
+        holds once dropped activations are recomputed, and the tensors alive after it that it holds in both cases."""
         read = {name for number in layers for name in self._profile.layers[number].reads}
         kept = full = sum(size for name, size in self._profile.fields.items() if name in read)
         state = START
         for number in layers:
             state, more_kept, more_full = add_layer(state, self.tensors[number], number in recomputed)
             kept, full = kept + more_kept, full + more_full
-        return kept, full
+        return kept, full, state.held
 
 
 _MAKE = "vpipe profile CONFIG measures one"

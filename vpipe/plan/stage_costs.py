@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from vpipe.description.cut import kept_inputs
+from vpipe.description.cut import kept_inputs, stage_specs
 from vpipe.description.recompute import ranges
-from vpipe.plan.profile import LayerProfile, LinkProfile, Profile
+from vpipe.plan.profile import LayerProfile, Profile
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.size import Placement
 
@@ -35,7 +35,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
     """
     own, activations, sizes = [profile.layers[n] for n in layers], profile.activations, StageBytes.of(profile, layers)
     here = sorted(set(recomputed).intersection(layers))
-    kept, full = activations.held_bytes(layers, here)
+    kept, full, _ = activations.held(layers, here)
     input_s = sum(layer.input_half.median for layer in own)
     weight_s = sum(layer.weight_half.median for layer in own)
     if not split:
@@ -93,9 +93,10 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
         before = stages[stage - 1]
         stages[stage - 1] = replace(before, output_bytes=before.output_bytes - unsent)
     ranks = len({rank for group in placement for rank in group})
-    links = {ends: _link(link) for ends, link in profile.links.items() if max(ends) < ranks}
+    default = Link(profile.default_link.latency_s, profile.default_link.bytes_per_s)
+    links = {ends: Link(link.latency_s, link.bytes_per_s) for ends, link in profile.links.items() if max(ends) < ranks}
     hosts = () if profile.cores is None else tuple(rank // profile.identity.ranks_per_host for rank in range(ranks))
-    return Costs(tuple(stages), _link(profile.default_link), links, cores=profile.cores, hosts=hosts)
+    return Costs(tuple(stages), default, links, cores=profile.cores, hosts=hosts)
 
 
 class KeptBytes(NamedTuple):
@@ -113,13 +114,13 @@ def kept_bytes(profile: Profile, partition: Sequence[int], recomputed: Sequence[
 
     A microbatch in flight in the later stage is so in the earlier one, too.
     """
-    specs, activations = profile.split(partition), profile.activations
+    specs, activations = stage_specs(profile.names, profile.fields, partition), profile.activations
     unsent, moved = Counter[int](), Counter[int]()
     for stage, each in kept_inputs(placement, specs, profile.names, handed_on=True).items():
         layers = specs[each.since].layers
         sizes = {name: size for name, size in activations.tensors[specs[stage].layers.start].before
                  if name in each.names}
-        held = activations.held_names(layers, recomputed[each.since])
+        *_, held = activations.held(layers, recomputed[each.since])
         if each.since < stage - 1:
             unsent[stage] = sum(sizes.values())
         else:
@@ -128,10 +129,6 @@ def kept_bytes(profile: Profile, partition: Sequence[int], recomputed: Sequence[
             moved[stage] -= sum(sizes.values())
             moved[each.since] += sum(size for name, size in sizes.items() if name not in held)
     return KeptBytes(unsent, moved)
-
-
-def _link(link: LinkProfile) -> Link:
-    return Link(link.latency_s, link.bytes_per_s)
 
 
 def _lent_bytes(profile: Profile, layers: range) -> int:
@@ -198,11 +195,13 @@ class StageBytes:
         borrowed, borrowed_frozen = (
             {**known, **{owner: max(size, known.get(owner, 0)) for owner, size in tied.items() if owner < first}}
             for known, tied in ((self.borrowed, layer.tied), (self.borrowed_frozen, layer.frozen_tied)))
+        # What the optimizer keeps for the largest parameter, if it keeps equally much for every byte.
+        state = -(-layer.optimizer_bytes * layer.largest_bytes // layer.parameter_bytes) if layer.parameter_bytes else 0
         return StageBytes(
             self.trained + layer.parameter_bytes, self.frozen + layer.frozen_bytes,
             self.optimizer + layer.optimizer_bytes, self.halves + layer.weight_half_bytes,
             max(self.working, layer.working_bytes), max(self.largest, layer.largest_bytes),
-            max(self.largest_state, layer.largest_state_bytes), borrowed, borrowed_frozen)
+            max(self.largest_state, state), borrowed, borrowed_frozen)
 
     @property
     def version(self) -> int:
@@ -213,8 +212,9 @@ class StageBytes:
                activations: int = 0) -> StageMemory:
         """Return what a replica holds with these activations; arguments as for :func:`stage_memory`."""
         stepped = profile.owned_bytes(self.trained, self.largest, width)
-        changes = profile.extrapolated_bytes(stepped, versions)
-        state = profile.averaged_bytes(stepped) + profile.owned_bytes(self.optimizer, self.largest_state, width)
+        wide = (1 + profile.identity.pure) * stepped  # of what is as wide as master weights
+        changes = wide * (profile.extrapolates and versions > 1)  # the last ones, where gradients are late
+        state = wide * profile.averages + profile.owned_bytes(self.optimizer, self.largest_state, width)
         held = self.version + self.frozen + sum(self.borrowed_frozen.values())
         summed = min(self.trained, max(SUM_BYTES, self.largest)) if lanes > 1 else 0
         # In a step gradients of rounded weights become as wide as the master weights, twice as wide; and where it is
@@ -246,7 +246,7 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
             of a parameter, a rank has up to a row of it more.
         moved: bytes that its rank holds besides for every microbatch in flight, see :class:`KeptBytes`.
     """
-    own, (kept, full) = StageBytes.of(profile, layers), profile.activations.held_bytes(layers, recomputed)
+    own, (kept, full, _) = StageBytes.of(profile, layers), profile.activations.held(layers, recomputed)
     remade = min(remade, in_flight)
     return own.memory(profile, versions, width, lanes, remade * full + (in_flight - remade) * kept + in_flight * moved
                       + weight_halves * own.halves)

@@ -49,7 +49,6 @@ class ScheduleTraits:
 
 @cache
 def traits_of(registered: RegisteredSchedule) -> ScheduleTraits:
-    """Measure the properties of a schedule."""
     example = next(_examples(registered, 2, (4, 6, 8, 12)), None)
     if example is None:
         return ScheduleTraits()

@@ -120,5 +120,5 @@ def _estimate_s(table: StageTable, choice: Choice, found: FoundPartition) -> flo
     width, groups = len(choice.groups[0]), len(set(map(frozenset, choice.groups)))  # of ranks with the same stages
     per_rank = found.bottleneck * len(stages_of_rank(choice.groups, choice.groups[0][0]))
     filling = 0.0 if choice.traits.split else (groups - 1) * found.bottleneck
-    step = table.running("step")[-1] / groups
+    step = table.sums["step"][-1] / groups
     return float(choice.per_replica(width) * per_rank + filling + step)

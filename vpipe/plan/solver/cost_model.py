@@ -82,7 +82,7 @@ class CostModel:
     def by_time(self) -> PartitionProblem:
         """The problem of the least time."""
         choice, all_widths = self.choice, {width for several in self._widths.values() for width in several}
-        least_step = self.table.running("step") / (max(all_widths) if self.table.profile.zero1 else 1)
+        least_step = self.table.sums["step"] / (max(all_widths) if self.table.profile.zero1 else 1)
         if not choice.flush:
             least, room = self._plain + least_step / choice.every, {w: float(w) for w in all_widths}
         else:
@@ -122,7 +122,7 @@ class CostModel:
 
     def _step_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of an optimizer step of stages."""
-        profile, steps = self.table.profile, self.table.running("step")
+        profile, steps = self.table.profile, self.table.sums["step"]
         later_s: Floats = versions_s(profile, self.table.parameter_bytes(first, stop), demand.versions)
         return (steps[stop] - steps[first]) / demand.width + profile.dispatch_s + later_s
 
@@ -144,7 +144,7 @@ class CostModel:
         per_microbatch = work + transfer if choice.traits.tight and choice.warmup != "auto" else work
         if not choice.flush:
             return work + step / choice.every, (per_microbatch + (step + summing) / choice.every) / width
-        weight, halves = self.table.running("weight_half"), choice.traits.filling_halves
+        weight, halves = self.table.sums["weight_half"], choice.traits.filling_halves
         alone = np.maximum(0.0, work - halves * (weight[stop] - weight[first])) if halves else work
         slowest = choice.per_replica(width) * per_microbatch + step + summing - np.where(np.isinf(work), 0.0, alone)
         return alone + transfer, slowest
@@ -191,14 +191,11 @@ class CostModel:
         """Return the seconds of a step with a flush, of a microbatch without."""
         if not self.choice.flush:
             return max(found.bottleneck, found.sum / self._cores)
-        return max(found.sum + found.bottleneck, self._shared_s(found.slices))
-
-    def _shared_s(self, slices: Iterable[StageSlice]) -> float:
-        """Return the seconds of all the work, divided by the cores."""
         if np.isinf(self._cores):
-            return 0.0
-        return float(sum(self._step_work_s(width, np.array([first]), np.array([stop]), demand)[0]
-                         for (first, stop, width), demand in self.demands(slices)) / self._cores)
+            return found.sum + found.bottleneck
+        work = sum(self._step_work_s(width, np.array([first]), np.array([stop]), demand)[0]
+                   for (first, stop, width), demand in self.demands(found.slices))
+        return max(found.sum + found.bottleneck, float(work / self._cores))
 
     def best(self) -> BestPartition | None:
         """Return the partition that costs least; None when nothing fits."""
@@ -213,7 +210,7 @@ class CostModel:
         if not choice.flush:
             return smallest_cost(self.by_time, start, self.cost, lambda total, most: max(most, total / self._cores),
                                  self.cost(start), start.bottleneck)
-        filled = choice.traits.filling_halves * float(table.running("weight_half")[-1])
+        filled = choice.traits.filling_halves * float(table.sums["weight_half"][-1])
         least = max(0.0, float(self._plain[-1]) - filled)
         lower_bound, widest = start.bottleneck, max(start.bottleneck, self.cost(start) - least)  # both are rounded
         if np.isinf(self._cores):

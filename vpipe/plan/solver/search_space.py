@@ -111,7 +111,6 @@ class SearchSpace:
         return self._tables[key]
 
     def cost_model(self, choice: Choice) -> CostModel:
-        """Return the cost model of a choice."""
         return CostModel(self._table(choice), choice, self._shares, self.request.partition)
 
     def solve(self, choice: Choice) -> Candidate | None:

@@ -243,10 +243,9 @@ def _fits(request: PlanRequest) -> bool:
 
 def _faster(others: Sequence[Compared], plan: Plan) -> tuple[Candidate, Plan] | None:
     """Return the fastest simulated alternative, if it is faster than a plan."""
-    simulated = [(candidate, other.plan) for other, candidate in others
-                 if candidate is not None and other.simulated and other.plan is not None]
-    candidate, best = min(simulated, key=lambda one: seconds(one[1]), default=(None, plan))
-    return (candidate, best) if candidate is not None and seconds(best) < seconds(plan) * (1 - 1e-6) else None
+    simulated = [(candidate, other.plan) for other, candidate in others if candidate is not None
+                 and other.plan is not None and seconds(other.plan) < seconds(plan) * (1 - 1e-6)]
+    return min(simulated, key=lambda one: seconds(one[1]), default=None)
 
 
 def _alternatives(trials: Simulations, candidates: Sequence[Candidate], chosen: Candidate,

@@ -7,7 +7,7 @@ by layer, once for all stages that begin with equal layers, as those of most mod
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,10 +55,6 @@ SetsByState = Mapping[PrefixState, RecomputeSets]
 """All sets over some layers, by the state in which they end."""
 
 
-EMPTY_SET: SetsByState = {START: RecomputeSets(np.zeros((1, 3)), [0])}
-"""The one set before the first layer."""
-
-
 def extended(sets: SetsByState, layer: LayerTensors, number: int) -> SetsByState:
     """Return the sets with one more layer, the ``number``-th of the stage."""
     parts: dict[PrefixState, list[RecomputeSets]] = {}
@@ -103,11 +99,9 @@ class StageDemand(NamedTuple):
 
 @dataclass
 class _Node:
-    """The bytes of some consecutive layers as a stage.
+    """The bytes of some consecutive layers as a stage."""
 
-    ``figures`` are those of :meth:`StageTable._figures`, by the width of the stage.
-    """
-
+    number: int  # of the node
     first: int
     layers: int
     parent: int
@@ -115,7 +109,6 @@ class _Node:
     fields: frozenset[str] = frozenset()
     keeping: tuple[PrefixState, int] = (START, 0)  # nothing recomputed: its state, and bytes of a microbatch
     dropping: tuple[PrefixState, int, int] = (START, 0, 0)  # everything: bytes kept, bytes once recomputed
-    figures: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sets: SetsByState | None = None
 
 
@@ -130,6 +123,7 @@ class StageTable:
 
     Attributes:
         layers: of the model.
+        sums: running sums over layers of each of their times, such as ``weight_half``: seconds.
         floor_bytes: running sum over layers of the bytes that a stage holds for each at least.
         forward_bytes, gradient_bytes: through every cut.
     """
@@ -140,13 +134,13 @@ class StageTable:
         self._tensors = profile.activations.tensors
         kinds: dict[object, int] = {}
         self._kinds = [kinds.setdefault(self._kind(number), len(kinds)) for number in range(self.layers)]
-        self._nodes = [_Node(0, 0, -1, sets=EMPTY_SET)]
+        self._nodes = [_Node(0, 0, 0, -1, sets={START: RecomputeSets(np.zeros((1, 3)), [0])})]
         self._children: dict[tuple[int, int], int] = {}
         self._ids = np.zeros((self.layers, self.layers + 1), np.int64)  # by first layer and number of layers
         self._tabulated = np.zeros(self.layers, int)
         self._seconds: dict[StageDemand, Floats] = {}  # of recomputation, by node
-        self._known: dict[int, Floats] = {}  # by width
-        self._sums = {what: running_sum([getattr(layer, what).median for layer in profile.layers])
+        self._known: dict[int, Integers] = {}  # figures of the nodes, by width
+        self.sums = {what: running_sum([getattr(layer, what).median for layer in profile.layers])
                       for what in ("forward", "backward", "input_half", "weight_half", "step")}
         self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes * (not profile.zero1)
                                         + layer.frozen_bytes + layer.saved_bytes for layer in profile.layers])
@@ -163,14 +157,10 @@ class StageTable:
                 None if self._required is None else number in self._required,
                 number if layer.tied or layer.frozen_tied else None)
 
-    def running(self, what: str) -> Floats:
-        """Return the running sum over layers of one of their times, such as ``weight_half``: seconds."""
-        return self._sums[what]
-
     def work_s(self, split: bool) -> Floats:
         """Return the running sum over layers of the seconds of a microbatch, without recomputation."""
         parts = ("forward", "input_half", "weight_half") if split else ("forward", "backward")
-        total: Floats = np.sum([self._sums[part] for part in parts], axis=0)
+        total: Floats = np.sum([self.sums[part] for part in parts], axis=0)
         return total
 
     def parameter_bytes(self, first: Integers, stop: Integers) -> Floats:
@@ -227,7 +217,7 @@ class StageTable:
             node.first + number for number in range(node.layers) if bits >> number & 1)
 
     def _fastest(self, node: _Node, demand: StageDemand) -> tuple[float, int]:
-        room = self._limit(demand) - _fixed(self._figures_of(node, demand.width)[:5], demand)
+        room = self._limit(demand) - _fixed(self._figures(demand.width)[node.number, :5], demand)
         return fastest_set(self._sets_of(node), demand.in_flight, room)
 
     def required(self, first: int, stop: int, demand: StageDemand) -> frozenset[int] | None:
@@ -245,14 +235,14 @@ class StageTable:
         return np.inf if self.limit_bytes is None else self.limit_bytes * demand.part
 
     def _peak(self, node: _Node, recomputed: frozenset[int], demand: StageDemand) -> int:
-        figures = self._figures_of(node, demand.width)
+        figures = self._figures(demand.width)[node.number]
         if not recomputed:
             full = kept = node.keeping[1]
         elif len(recomputed) == node.layers:
             _, kept, full = node.dropping
         else:
             layers, fields = range(node.first, node.first + node.layers), figures[3]
-            kept, full = (size - fields for size in self.profile.activations.held_bytes(layers, recomputed))
+            kept, full = (size - fields for size in self.profile.activations.held(layers, recomputed)[:2])
         return int(_fixed(figures[:5], demand) + full + (demand.in_flight - 1) * kept)
 
     def _least_s(self, numbers: Integers, demand: StageDemand) -> Floats:
@@ -270,23 +260,20 @@ class StageTable:
             least[place], _ = self._fastest(self._nodes[numbers[place]], demand)
         return least
 
-    def _figures(self, width: int) -> Floats:
+    def _figures(self, width: int) -> Integers:
         """Return per node the bytes: fixed, of a weight version, of halves, of fields, of what versions add once,
         of a microbatch that keeps all, and of one that drops all."""
-        known = self._known.get(width, np.empty((0, 7)))
-        if (done := len(known)) < len(self._nodes):
-            new = [self._figures_of(node, width) for node in self._nodes[done:]]
-            known = self._known[width] = np.concatenate([known, np.array(new, float)])
-        return known
-
-    def _figures_of(self, node: _Node, width: int) -> tuple[int, ...]:
-        if width not in node.figures:
+        known = self._known.get(width, np.empty((0, 7), np.int64))
+        new = []
+        for node in self._nodes[len(known):]:
             one, two = (node.bytes.memory(self.profile, versions, width).peak for versions in (1, 2))
             version = node.bytes.version
-            node.figures[width] = (
+            new.append((
                 one - 2 * version, version, node.bytes.halves, sum(self.profile.fields[name] for name in node.fields),
-                two - one - version, node.keeping[1], node.dropping[1])
-        return node.figures[width]
+                two - one - version, node.keeping[1], node.dropping[1]))
+        if new:
+            known = self._known[width] = np.concatenate([known, np.array(new)])
+        return known
 
     def _sets_of(self, node: _Node) -> SetsByState:
         chain = []
@@ -318,22 +305,22 @@ class StageTable:
             number = self._children.get(key)
             if number is None:
                 number = self._children[key] = len(self._nodes)
-                self._nodes.append(self._node(parent, start, layers))
+                self._nodes.append(self._node(number, parent, start, layers))
             row[layers] = parent = number
         self._tabulated[start] = longest
 
-    def _node(self, parent: int, start: int, layers: int) -> _Node:
-        number, before = start + layers - 1, self._nodes[parent]
-        layer, tensors = self.profile.layers[number], self._tensors[number]
+    def _node(self, number: int, parent: int, start: int, layers: int) -> _Node:
+        last, before = start + layers - 1, self._nodes[parent]
+        layer, tensors = self.profile.layers[last], self._tensors[last]
         keeping, added, _ = add_layer(before.keeping[0], tensors, False)
         dropping, kept, full = add_layer(before.dropping[0], tensors, True)
         fields = before.fields.union(layer.reads).intersection(self.profile.fields)
-        return _Node(start, layers, parent, before.bytes.with_layer(layer, start), fields,
+        return _Node(number, start, layers, parent, before.bytes.with_layer(layer, start), fields,
                      (keeping, before.keeping[1] + added),
                      (dropping, before.dropping[1] + kept, before.dropping[2] + full))
 
 
-def _fixed(figures: Sequence[Any], demand: StageDemand) -> Any:
+def _fixed(figures: Iterable[Any], demand: StageDemand) -> Any:
     """Return the bytes that are there whatever is recomputed, from the first :meth:`StageTable._figures`."""
     fixed, weights, halves, fields, later = figures
     return (fixed + (demand.versions + 1) * weights + (demand.versions > 1) * later + demand.weight_halves * halves

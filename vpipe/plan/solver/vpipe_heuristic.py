@@ -20,9 +20,6 @@ from vpipe.description.recompute import ranges
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 
-StageCost = tuple[float, float]
-"""Bytes that a stage holds too many, then its seconds per microbatch, which count where the first are equal."""
-
 
 def balanced(costs: CostModel, stages: int) -> tuple[tuple[int, ...], tuple[frozenset[int], ...], float] | None:
     """Balance a partition into stages on one rank each.
@@ -66,7 +63,8 @@ def _moves(sizes: Sequence[int], stage: int) -> Iterator[tuple[list[int], int]]:
             yield moved, neighbour
 
 
-def _cost(costs: CostModel, sizes: Sequence[int], stage: int) -> StageCost:
+def _cost(costs: CostModel, sizes: Sequence[int], stage: int) -> tuple[float, float]:
+    """Return the bytes that a stage holds too many, and its seconds per microbatch, which count among equal bytes."""
     here, table, demand = ranges(sizes)[stage], costs.table, costs.demand(len(sizes) - stage, 1)
     recomputed = _recomputed(table, here, demand)
     excess = 0.0

@@ -44,4 +44,4 @@ def test_the_bytes_of_every_cut_are_those_of_the_tensors_that_cross_it() -> None
     for cut, size in enumerate(crossing, 1):
         assert profile.activations.output_bytes(cut) == profile.activations.gradient_bytes(cut) == size
         assert stage_costs(profile, range(cut - 1, cut)).output_bytes == size
-        assert ("memory" in [tensor.name for tensor in profile.activations.crossing(cut)]) == (4 <= cut <= 8)
+        assert ("memory" in [tensor.name for tensor in profile.activations.crossing[cut]]) == (4 <= cut <= 8)
