@@ -247,9 +247,8 @@ class Collectives:
                 **{name: value for part in parts for name, value in vars(part).items() if name not in _OF_RANK},
                 "batch": model.batch, "labels": model.labels, **{f"layer '{each.name}'": each for each in model.layers},
                 "the schedule": f"{schedule.name}, layers {description.cut.partition}, checksum {whole:08x}"}
-        texts = {name: " ".join(_OF_PROCESS.sub("", str(value)).split()) for name, value in mine.items()}
-        texts = {name: _SET.sub(lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text)
-                 for name, text in texts.items()}
+        texts = {name: _SET.sub(lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}",
+                                " ".join(_OF_PROCESS.sub("", str(value)).split())) for name, value in mine.items()}
         if len(set(self.job.all_gather(zlib.crc32(repr(texts).encode())))) == 1:
             return  # else each sends all that it has
         first, *others = self.job.all_gather(texts)

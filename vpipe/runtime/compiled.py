@@ -15,7 +15,6 @@ from vpipe.errors import UserError, nearest
 from vpipe.schedules.schedule import Schedule
 
 DEFAULT_BACKEND = "inductor"
-USUAL_BACKENDS = (DEFAULT_BACKEND, "aot_eager", "eager", "cudagraphs")
 VARIANTS = 16
 """Variants of a layer's code: two batch shapes (a smaller last batch), training, evaluation, recomputation, dtypes."""
 
@@ -31,7 +30,7 @@ def check_compiled(backend: str, schedule: Schedule, device: torch.device | None
     """
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         raise UserError(f"torch.compile has no backend '{backend}'",
-                        hint=nearest(backend, USUAL_BACKENDS))
+                        hint=nearest(backend, (DEFAULT_BACKEND, "aot_eager", "eager", "cudagraphs")))
     if schedule.split_backwards:
         raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
                         "and a compiled layer shows none",

@@ -36,11 +36,10 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
     Raises:
         UserError: the parts do not fit each other.
     """
-    ties: dict[int, tuple[int, ...]] = {}
     if execution.threaded and (refused := RegisteredSchedule.threads_refused(order.schedule)):
         raise UserError(f"the executor is {execution.executor}, {refused[0]}", hint=refused[1])
-    if model is not None:
-        ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
+    found = {} if model is None else ties_between(model.split(cut.partition))
+    ties = {owner: tuple(borrowers) for owner, borrowers in found.items()}
     schedule = described(order, cut, microbatches, ranks, ties, meshed=execution.mesh is not None)
     if execution.threaded:
         schedule = reverse_backwards(schedule)

@@ -158,10 +158,8 @@ class Reducer:
                 raise RunError(f"'{self._weights.names[i]}' got a second gradient in one backward of stage "
                                f"{self._stage}, which it never did before, when the first had been sent",
                                hint="use it in one part of the model that is recomputed, or in none")
-            if times[i] == 1:
-                self._missing[self._bucket_of[i]] -= 1
-            else:  # a leaf with several gradients keeps its bucket incomplete, so that it is sent at the end
-                self._missing[self._bucket_of[i]] += 1
+            # A leaf with several gradients keeps its bucket incomplete, so that it is sent at the end.
+            self._missing[self._bucket_of[i]] += -1 if times[i] == 1 else 1
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
                 self._send_next(update, contributors)
 
@@ -292,13 +290,10 @@ def count_buckets(stages: Mapping[int, Stage], owners: Mapping[int, Sequence[int
 def _grouped(leaves: Sequence[Tensor], owners: Sequence[int] | None) -> Iterator[list[int]]:
     """Yield groups of parameters of one dtype, and one owner, from the last to the first, the order of a backward."""
     for members in by_size(leaves):
-        if owners is None:
-            yield members
-        else:
-            of_owner: dict[int, list[int]] = defaultdict(list)
-            for i in members:
-                of_owner[owners[i]].append(i)
-            yield from of_owner.values()
+        of_owner: dict[int | None, list[int]] = defaultdict(list)
+        for i in members:
+            of_owner[None if owners is None else owners[i]].append(i)
+        yield from of_owner.values()
 
 
 def by_size(leaves: Sequence[Tensor]) -> Iterator[list[int]]:

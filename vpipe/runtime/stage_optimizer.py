@@ -460,27 +460,26 @@ def _share_problems(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn
                     stage: int) -> Iterator[Problem]:
     """Yield the parameters of several optimizers, of none, or of another stage."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            how = next((how for how in ("foreach", "fused") if group.get(how)), None)
-            if how and 0 < (sharded := sum(map(is_sharded, group["params"]))) < len(group["params"]):
-                yield Problem(f"{type(optimizer).__name__} of stage {stage} has {sharded} DTensors and "
-                              f"{counted(len(group['params']) - sharded, 'plain tensor')} in a parameter group with "
-                              f"{how}=True, by which torch steps lists of one kind", f"leave {how} out, or give it "
-                              "two parameter groups: isinstance(p, DTensor) tells them apart")
     first: dict[str, str] = {}  # parameter -> its first optimizer
     twice: list[str] = []
     strange: list[str] = []
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            name = names.get(id(parameter))
-            if name is None:
-                strange.append(str(list(parameter.shape)))
-            elif name in first:
-                twice.append(f"'{name}' ({first[name]} and {kind})")
-            else:
-                first[name] = kind
+        for group in optimizer.param_groups:
+            how = next((how for how in ("foreach", "fused") if group.get(how)), None)
+            if how and 0 < (sharded := sum(map(is_sharded, group["params"]))) < len(group["params"]):
+                yield Problem(f"{kind} of stage {stage} has {sharded} DTensors and "
+                              f"{counted(len(group['params']) - sharded, 'plain tensor')} in a parameter group with "
+                              f"{how}=True, by which torch steps lists of one kind", f"leave {how} out, or give it "
+                              "two parameter groups: isinstance(p, DTensor) tells them apart")
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    strange.append(str(list(parameter.shape)))
+                elif name in first:
+                    twice.append(f"'{name}' ({first[name]} and {kind})")
+                else:
+                    first[name] = kind
     if twice:
         yield Problem(f"{counted(len(twice), 'parameter')} of stage {stage} given to two optimizers: {first_of(twice)}",
                       "give every parameter to one of them")
