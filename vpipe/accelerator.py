@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import UserError, counted
@@ -130,7 +131,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     import torch
 
     if device.type == "cpu":
-        return thread_time if torch.get_num_threads() == 1 else perf_counter
+        return time.thread_time if torch.get_num_threads() == 1 else perf_counter
 
     def synchronised() -> float:
         synchronize(device)
@@ -371,6 +372,13 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for device in devices if queued else ():
         current_stream(device).synchronize()
     return copies
+
+
+def pinned_bytes(count: int) -> torch.Tensor:
+    """Return memory of the host that devices copy from and to by themselves."""
+    import torch
+
+    return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------

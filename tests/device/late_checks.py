@@ -357,6 +357,7 @@ def check_seen_by_vpipe() -> None:
     device = accelerator.choose(None, None, accelerator.Visible.here(0))
     assert device == accelerator.current() == torch.device("late:0")
     assert (accelerator.name_of(device), accelerator.total_bytes(device)) == ("late", 4 << 30)
+    assert accelerator.pinned_bytes(3).is_pinned()
     stream = accelerator.new_stream(device, -1)
     before = accelerator.current_stream(device)
     with accelerator.using(device, stream):

@@ -65,7 +65,7 @@ class HostBuffer:
             return
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before more is allocated
         if pinned:
-            self._memory = torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._memory = accelerator.pinned_bytes(count)
             return
         memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):

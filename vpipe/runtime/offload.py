@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from vpipe import accelerator
 from vpipe.errors import UserError
 from vpipe.runtime.values import SavingHooks, only_ours, saving_hooks, storage_of, unpack_unchanged
 
@@ -94,7 +95,7 @@ class SavedTensors(SavingHooks):
             tensor = holder.take()
             if (storage := storage_of(tensor)) not in copies:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                host = torch.empty_like(flat, device="cpu", pin_memory=flat.device.type != "cpu")
+                host = torch.empty_like(flat) if flat.device.type == "cpu" else accelerator.pinned_bytes(len(flat))
                 copies[storage] = host.copy_(flat, non_blocking=True), tensor.device, []
             copies[storage][2].append((holder, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())))
         self._on_host = list(copies.values())
