@@ -130,7 +130,7 @@ def described(profile: Profile) -> str:
         layer = profile.layers[first]
         rows.append([layer.name + f" x {len(numbers)}" * (len(numbers) > 1),
                      *(_time(time.median, time.spread) for figure in _COLUMNS for time in [getattr(layer, figure)]),
-                     *map(size_text, (held.held_bytes(range(first, first + 1))[0], layer.parameter_bytes,
+                     *map(size_text, (held.held(range(first, first + 1))[0], layer.parameter_bytes,
                                       layer.optimizer_bytes))])
     head = ["layer", *(figure.replace("_", " ") for figure in _COLUMNS), "kept", "weights", "optimizer"]
     noisy = max(getattr(layer, figure).spread for layer in profile.layers for figure in _COLUMNS
