@@ -24,7 +24,7 @@ def test_offloaded_tensors_leave_the_device_and_weights_stay() -> None:
     """What autograd saves is copied, each storage once; weights and inputs are no activations."""
     linear = nn.Linear(3, 3)
     given = torch.randn(2, 3)
-    saved = SavedTensors({storage_of(tensor) for tensor in (linear.weight, linear.bias, given)})
+    saved = SavedTensors(0, [linear], [given])
     with saved.saving():
         hidden = linear(given).sigmoid()
         loss = (hidden * hidden).sum()

@@ -114,7 +114,7 @@ def forward_without_activations(effects: SideEffects,
     before = effects.begin_forward()
     if not effects.walks_its_graph:
         try:
-            with saved_tensors_hooks(_save_nothing, _refuse_unpacking):
+            with saved_tensors_hooks(lambda _: None, _refuse_unpacking):
                 outputs = forward()
                 return effects.record_changes(before), outputs
         except RunError as error:
@@ -147,10 +147,6 @@ def recompute_span(span: Span, saved: SpanActivations,
     except RunError as error:
         error.what = f"recomputing for a backward, {error.what}"
         raise
-
-
-def _save_nothing(saved: Tensor) -> None:
-    """Drop a tensor that the graph would save: no backward will use it."""
 
 
 class _NothingSavedError(Exception):

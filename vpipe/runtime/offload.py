@@ -9,7 +9,7 @@ Source: Rhu et al., vDNN (MICRO 2016), section 3; as actions of a pipeline's sch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -52,14 +52,23 @@ _Copy = tuple[Tensor, torch.device, list[tuple[Holder, torch.dtype, tuple[Any, .
 
 
 class SavedTensors(SavingHooks):
-    """What autograd saves in one forward; iterate over the holders. A backward frees what it has used.
+    """What autograd saves in the forward of a microbatch; iterate over the holders. A backward frees what it has used.
 
     Args:
-        kept: storages that stay on the device: of weights, and of what the record holds anyway.
+        stage: its number.
+        modules: of the stage, whose weights and buffers stay on the device.
+        given: its inputs and fields of the batch, which stay there, too: the record holds them anyway.
+
+    Raises:
+        UserError: the user's own hooks handle what is saved.
     """
 
-    def __init__(self, kept: Collection[object]) -> None:
-        self._kept = kept
+    def __init__(self, stage: int, modules: Iterable[nn.Module], given: Iterable[Tensor]) -> None:
+        if not only_ours():
+            raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
+                            hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
+        kept = (*given, *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
+        self._kept = {storage_of(tensor) for tensor in kept if tensor.layout is torch.strided}
         self._holders: WeakSet[Holder] = WeakSet()
         self._outer: SavingHooks | None = None
         self._on_host: list[_Copy] = []
@@ -111,20 +120,3 @@ class SavedTensors(SavingHooks):
 
 def _unpack(packed: Holder | tuple[Tensor, int]) -> Tensor:
     return packed.unchanged() if isinstance(packed, Holder) else unpack_unchanged(packed)
-
-
-def saving(stage: int, modules: Iterable[nn.Module], given: Iterable[Tensor]) -> SavedTensors:
-    """Return what will hold the tensors that the forward of a microbatch saves, which may be offloaded.
-
-    Args:
-        modules: of the stage.
-        given: its inputs and fields of the batch.
-
-    Raises:
-        UserError: the user's own hooks handle what is saved.
-    """
-    if not only_ours():
-        raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
-                        hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
-    kept = (*given, *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
-    return SavedTensors({storage_of(tensor) for tensor in kept if tensor.layout is torch.strided})

@@ -50,7 +50,6 @@ DEFERRED: frozenset[Function] = frozenset({
     torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d})
 """Operations whose weight gradient costs about as much as their input gradient, and shares no work with it."""
 
-
 AUTOCAST: frozenset[Function] = DEFERRED - {F.bilinear, torch.embedding, torch.einsum, torch.tensordot}
 """Operations whose arguments autocast casts; a parameter once for all of them."""
 
@@ -128,15 +127,12 @@ def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, An
 def _hooked() -> bool:
     """Return whether hooks handle what operations save (a checkpoint expects the same to be saved in its backward), or
     operations are transformed (``torch.vmap``) or have tangents."""
-    return (not only_ours() or innermost_transform() is not None
-            or forward_ad._current_level >= 0)
+    return not only_ours() or innermost_transform() is not None or forward_ad._current_level >= 0
 
 
 def _defer(store: WeightGradStore, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    if func is F.linear:
-        result = _linear(store, *args, **kwargs)
-        if result is not None:
-            return result
+    if func is F.linear and (linear := _linear(store, *args, **kwargs)) is not None:
+        return linear
     template = [None if isinstance(a, Tensor) else a for a in args]
     fixed = {name: a for name, a in kwargs.items() if not isinstance(a, Tensor)}
     places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
@@ -235,7 +231,7 @@ class _AnyOperation(torch.autograd.Function):
         with torch.enable_grad():
             output = call(cut)
         ctx.store, ctx.call, ctx.cut, ctx.edge = store, call, cut, get_gradient_edge(output)
-        ctx.leaves = [t if store.has_parameter(t) else None for t in tensors]  # hooks for saved tensors return others
+        ctx.leaves = [None if store.target(t) is None else t for t in tensors]  # hooks for saved tensors return others
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return output.detach()

@@ -45,7 +45,6 @@ from vpipe.torch_private import run_backward
 
 NOTHING = nullcontext()
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
-NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Stage(StageLayers):
@@ -312,7 +311,7 @@ class Stage(StageLayers):
             past: what the slice before has carried to a layer that is called with slices; what it carries on follows
                 its outputs, in the precision that it has there, as within a whole sequence.
         """
-        keywords = NO_KEYWORDS if past is None else {"carried": past}
+        keywords = {} if past is None else {"carried": past}
         call = partial(self.loss_checks.pop(), layer, module) if self.loss_checks and LOSS in layer.outputs else module
         try:
             if self._autocast is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -69,10 +70,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has held: resident on a CPU, allocated on a GPU."""
     if device.type != "cpu" and accelerator.counts_memory(device):
         return accelerator.peak_bytes(device)
-    try:  # not getrusage: on Linux it starts from the peak of the process that started this one
-        with open("/proc/self/status") as status:
-            return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        pass  # not Linux
+    # Not getrusage on Linux, where that starts from the peak of the process that started this one.
+    with suppress(OSError, StopIteration), open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -45,12 +45,6 @@ class DeferredGradients:
     operands: Sequence[Tensor]
     versions: Sequence[int]
 
-    def gradients(self) -> Sequence[Tensor | None]:
-        """Compute them."""
-        if [t._version for t in self.operands] != self.versions:
-            raise RuntimeError("an activation or a gradient was changed in place between the two halves of a backward")
-        return self.compute()
-
 
 class WeightGradStore:
     """The deferred weight gradients of one span's backward.
@@ -95,13 +89,9 @@ class WeightGradStore:
         self._now += now
         self._casts.clear()
 
-    def has_parameter(self, tensor: Tensor) -> bool:
-        """Return whether an operation's argument is a parameter that wants a gradient, or the cast of one."""
-        return self._target(tensor) is not None
-
     def defers(self, tensor: Tensor) -> bool:
         """Return whether the gradient of an operation's argument waits."""
-        target = self._target(tensor)
+        target = self.target(tensor)
         parameter = target.parameter if isinstance(target, CastParameter) else target
         return (self._gathering and parameter is not None and id(parameter) not in self._elsewhere
                 and not torch.is_grad_enabled()  # as it is where that gradient wants a gradient itself
@@ -120,7 +110,7 @@ class WeightGradStore:
     def put(self, leaves: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]],
                 operands: Sequence[Tensor]) -> None:
         """Store the gradients of some parameters, in the order of the engine."""
-        targets = [target for leaf in leaves if (target := self._target(leaf)) is not None]
+        targets = [target for leaf in leaves if (target := self.target(leaf)) is not None]
         self._later.append(DeferredGradients(targets, compute, operands, [t._version for t in operands]))
 
     def accumulate(self) -> None:
@@ -151,11 +141,14 @@ class WeightGradStore:
         self._now.clear()
         while self._later:
             deferred = self._later.popleft()
-            for target, contribution in zip(deferred.leaves, deferred.gradients(), strict=True):
+            if [t._version for t in deferred.operands] != deferred.versions:
+                raise RuntimeError(
+                    "an activation or a gradient was changed in place between the two halves of a backward")
+            for target, contribution in zip(deferred.leaves, deferred.compute(), strict=True):
                 contribute(target, contribution)
 
-    def _target(self, tensor: Tensor | None) -> nn.Parameter | CastParameter | None:
-        """Return the parameter, or its cast, that an operation's argument is; None for another tensor."""
+    def target(self, tensor: Tensor | None) -> nn.Parameter | CastParameter | None:
+        """Return the trained parameter, or its cast, that an operation's argument is; None for another tensor."""
         if isinstance(tensor, nn.Parameter) and is_trained(tensor):
             return tensor
         return self._casts[id(tensor)][1] if id(tensor) in self._casts else None

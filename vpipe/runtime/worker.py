@@ -23,7 +23,7 @@ from vpipe.runtime.activations import DropoutKey, Record, SpanActivations
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.microbatches import Segment, Signature
-from vpipe.runtime.offload import saving
+from vpipe.runtime.offload import SavedTensors
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import P2PTransfers
@@ -314,7 +314,7 @@ class Worker:
             return outputs, None
         past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
         given = (*inputs.received, *inputs.fields.values(), *past.values())
-        saved = saving(stage_index, stage.modules.values(), given) if stage.offloaded else None
+        saved = SavedTensors(stage_index, stage.modules.values(), given) if stage.offloaded else None
         with NOTHING if saved is None else saved.saving():
             outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
                                             split=self.is_split(stage_index, microbatch),
