@@ -196,6 +196,19 @@ class Profile:
         (:func:`vpipe.runtime.reducer.owners_of`)."""
         return -(-(total + (width - 1) * largest) // width) if self.zero1 else total
 
+    def averaged_bytes(self, weights: int) -> int:
+        """Return the bytes of the average of so many bytes of trained weights, which is as wide as master weights."""
+        return weights * (1 + self.identity.pure) * self.averages
+
+    def extrapolated_bytes(self, weights: int, versions: int) -> int:
+        """Return the bytes of the last changes that a stage keeps, which are as wide as master weights.
+
+        Args:
+            weights: bytes of the stage's trained weights.
+            versions: of them that it holds. With one, no gradient is late.
+        """
+        return (weights * (2 if self.identity.pure else 1)) if self.extrapolates and versions > 1 else 0
+
     def sliced(self, slices: int) -> Profile:
         """Return the costs of a slice in place of a microbatch, where each is cut into so many.
 

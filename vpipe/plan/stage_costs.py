@@ -212,9 +212,8 @@ class StageBytes:
                activations: int = 0) -> StageMemory:
         """Return what a replica holds with these activations; arguments as for :func:`stage_memory`."""
         stepped = profile.owned_bytes(self.trained, self.largest, width)
-        wide = (1 + profile.identity.pure) * stepped  # of what is as wide as master weights
-        changes = wide * (profile.extrapolates and versions > 1)  # the last ones, where gradients are late
-        state = wide * profile.averages + profile.owned_bytes(self.optimizer, self.largest_state, width)
+        changes = profile.extrapolated_bytes(stepped, versions)
+        state = profile.averaged_bytes(stepped) + profile.owned_bytes(self.optimizer, self.largest_state, width)
         held = self.version + self.frozen + sum(self.borrowed_frozen.values())
         summed = min(self.trained, max(SUM_BYTES, self.largest)) if lanes > 1 else 0
         # In a step gradients of rounded weights become as wide as the master weights, twice as wide; and where it is
