@@ -94,19 +94,6 @@ def test_a_failed_batch_is_as_if_it_had_not_been(arguments: dict[str, Any]) -> N
     assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
 
 
-def test_progress_can_be_saved_and_loaded_after_a_failure(tmp_path: Path) -> None:
-    breaker, batches = Breaker(), rich_batches(3, 8)
-    pipe = pipeline(breaker, schedule="1f1b")
-    train(pipe, batches[:1])
-    breaker.arm("forward", 2, torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(RunError, match="out of memory"):
-        train(pipe, batches[1:])
-    pipe.save(tmp_path / "saved")
-    other = pipeline(Breaker(), schedule="1f1b")
-    assert other.load(tmp_path / "saved").steps == 1
-    assert train(other, batches[1:]) == train(pipe, batches[1:])
-
-
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 @pytest.mark.parametrize("trained", [0, 2])
 def test_a_stream_that_fails_before_its_first_step_has_not_been(schedule: str, trained: int, tmp_path: Path) -> None:
@@ -121,15 +108,6 @@ def test_a_stream_that_fails_before_its_first_step_has_not_been(schedule: str, t
     assert pipe.engine.training.position == whole.engine.training.position
     assert train(pipe, batches[trained:]) == train(whole, batches[trained:])
     assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
-
-
-def test_an_interrupt_in_a_batch_can_be_gone_on_from() -> None:
-    breaker, batches = Breaker(), rich_batches(2, 8)
-    pipe = pipeline(breaker, schedule="1f1b")
-    breaker.arm("backward", 1, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        train(pipe, batches)
-    assert train(pipe, batches) == train(pipeline(Breaker(), schedule="1f1b"), batches)
 
 
 class Raises(torch.optim.SGD):
@@ -150,22 +128,6 @@ def test_stages_that_made_steps_cannot_go_back(passes: int, arguments: dict[str,
         pipe.state_dict()
     with pytest.raises(RunError, match="this pipeline failed in the middle of an update"):
         train(pipe, rich_batches(1, 8))
-
-
-@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 2), ("pipedream", 1), ("pipedream", 2)])
-def test_an_evaluation_that_fails_leaves_the_pipeline_as_it_was(schedule: str, replicas: int) -> None:
-    batches, held_out = rich_batches(4, 8), rich_batches(2, 8, seed=9)
-    breaker = Breaker()
-    whole, pipe = (pipeline(b, schedule=schedule, replicas=replicas) for b in (Breaker(), breaker))
-    assert train(pipe, batches[:2]) == train(whole, batches[:2])
-    breaker.arm("forward", 3)
-    with pytest.raises(RunError, match="broken"):
-        pipe.evaluate(held_out)
-    with pytest.raises(UserError, match="a batch has no samples"):
-        pipe.evaluate([*held_out, {name: field[:0] for name, field in held_out[0].items()}])
-    assert pipe.evaluate(held_out) == whole.evaluate(held_out)
-    assert train(pipe, batches[2:]) == train(whole, batches[2:])
-    assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
 
 
 def torn(batches: list[Batch]) -> Iterator[Batch]:

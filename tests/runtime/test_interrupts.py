@@ -200,12 +200,6 @@ def test_an_interrupt_while_a_batch_is_read_ends_those_before(arguments: dict[st
     assert train(pipe, BATCHES[2:3]) == train(whole, BATCHES[2:3])
 
 
-def test_an_interrupted_evaluation_leaves_modules_as_they_were() -> None:
-    pipe, _ = interrupted(Keyboard("forward", 2), lambda pipe: pipe.evaluate(BATCHES), schedule="1f1b")
-    assert all(module.training for stage in pipe.engine.local_stages for module in stage.modules.values())
-    assert train(pipe, BATCHES) == train(pipeline(Keyboard(), schedule="1f1b"), BATCHES)
-
-
 def test_handlers_are_pythons_between_steps_and_those_of_the_user_stay() -> None:
     pipe, seen = pipeline(Keyboard("forward", 1), schedule="1f1b"), list[object]()
 

@@ -127,22 +127,6 @@ def test_other_cuts_and_numbers_of_stages_over_gloo_go_on_alike(world: World, tm
     assert part["state"] == whole["state"]
 
 
-def test_a_mistake_seen_by_one_rank_is_refused_by_all_before_loading(world: World, tmp_path: Path) -> None:
-    """Only the rank that reads the file sees that it is damaged."""
-    gloo(world)(folder=None, into=str(tmp_path / "step"), steps=1, **RUN, **FLUSH)
-    file = tmp_path / "step" / "rank2.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 4
-    file.write_bytes(content)
-    arguments = {key: RUN[key] for key in ("microbatches", "grad_clip")} | FLUSH
-    results = world.run(refused, folder=str(tmp_path / "step"), **arguments)
-    assert results == results[:1] * 4
-    is_users, said, trained = results[0]
-    assert is_users
-    assert "rank2.safetensors" in said
-    assert trained == [0]
-
-
 def test_a_rank_that_cannot_write_leaves_what_was_there(world: World, tmp_path: Path) -> None:
     gloo(world)(folder=None, into=str(tmp_path / "step"), steps=1, **RUN, **FLUSH)
     before = tensors_of(tmp_path / "step")

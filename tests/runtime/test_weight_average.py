@@ -11,7 +11,6 @@ from golden import refusal
 from models import rich_batches, rich_model
 from oracles import averages_of, oracle_of, pipeline_of
 
-from vpipe.errors import UserError
 from vpipe.testing import evaluate_oracle
 
 DECAY = 0.75
@@ -63,20 +62,6 @@ def test_it_begins_with_loaded_weights_unless_an_average_is_loaded(averaged: boo
     for name, value in second.state_dict(averaged=True).items():
         if name in trained:
             torch.testing.assert_close(value, DECAY * begin[name] + (1 - DECAY) * second.state_dict()[name])
-
-
-def test_a_failed_evaluation_puts_the_weights_back() -> None:
-    pipe = pipeline_of(rich_model, stages=2, average=DECAY)
-    list(pipe.train(rich_batches(2, 8)))
-    before = pipe.state_dict()
-    with pytest.raises(UserError, match="an odd error"):
-        pipe.evaluate(odd(), averaged=True)
-    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
-
-
-def odd() -> Any:
-    yield rich_batches(1, 8)[0]
-    raise UserError("an odd error", hint="none")
 
 
 def test_what_has_no_average_is_refused() -> None:
