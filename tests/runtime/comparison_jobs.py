@@ -68,23 +68,6 @@ def other_tails(*, sizes: list[int]) -> None:
     pipe.evaluate(next(loader(samples)) for samples in (8, 8, sizes[dist.get_rank()]))
 
 
-def ends_alike() -> list[Any]:
-    """Train, evaluate and save the state after batches could not be read, on any rank."""
-    found: list[Any] = []
-    for schedule in ("1f1b", "pipedream"):
-        pipe = pipeline(stages=4, schedule=schedule)
-        for batches in (torn(2), torn(3), loader(7)):
-            for use in (pipe.evaluate, lambda batches, pipe=pipe: list(pipe.train(batches))):
-                try:
-                    use(batches)
-                    found.append("no error")
-                except (OSError, ValueError) as error:
-                    found.append(str(error))
-        found += [pipe.evaluate(loader()), sum(float(t.sum()) for t in pipe.state_dict().values()),
-                  [step.index for step in pipe.train(loader())]]
-    return found
-
-
 def one_cannot_read() -> None:
     pipe = pipeline(stages=2, schedule="pipedream")
     list(pipe.train(torn(1) if dist.get_rank() == 0 else loader()))

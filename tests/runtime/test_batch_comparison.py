@@ -216,11 +216,6 @@ def test_an_evaluation_whose_last_batch_differs_in_size_ends(pair: World, sizes:
     assert all(error.startswith(f"error: {text}") for error in texts(pair, jobs.other_tails, sizes=sizes))
 
 
-def test_batches_that_end_on_all_ranks_alike_leave_the_pipeline_usable(world: World) -> None:
-    for result in world.run(jobs.ends_alike):
-        assert result == jobs.ends_alike()
-
-
 def test_a_rank_that_cannot_read_ends_the_others_with_its_name(pair: World) -> None:
     first, second = texts(pair, jobs.one_cannot_read)
     assert first == "the disk is gone"

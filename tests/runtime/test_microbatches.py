@@ -60,16 +60,6 @@ def test_batches_are_read_when_first_asked_for() -> None:
     assert read == [0, 1]
 
 
-def test_samples_are_counted_where_batches_differ_in_size() -> None:
-    def batches() -> Iterator[Batch]:
-        for samples in (4, 4, 2, 6, 6):
-            yield {"x": torch.zeros(samples), "y": torch.zeros(samples, 1)}
-
-    stream = loader(batches())
-    assert not stream.has(10)
-    assert [stream.samples(0, i) for i in range(11)] == [0, 2, 4, 6, 8, 9, 10, 13, 16, 19, 22]
-
-
 def test_an_ended_stream_is_asked_for_no_more() -> None:
     batches = numbered(1)
     stream = loader(batches)
@@ -121,15 +111,6 @@ def test_a_pause_holds_the_stream_and_its_reading() -> None:
     assert [stream.has(i) for i in range(3)] == [True, False, False]
     stream.end = None
     assert stream.has(2)
-
-
-def test_a_signature_tells_shapes_apart() -> None:
-    wide = {"x": torch.zeros(4, 3), "y": torch.zeros(4)}
-    stream = loader(iter([wide, {"x": torch.zeros(2, 3), "y": torch.zeros(2)}, wide]))
-    assert stream.has(5)
-    signatures = [stream.signature(i) for i in range(6)]
-    assert signatures[0] == signatures[1] == signatures[4] == (("x", (2, 3)), ("y", (2,)))
-    assert signatures[2] == signatures[3] == (("x", (1, 3)), ("y", (1,)))
 
 
 def test_a_field_without_values_has_shapes() -> None:
