@@ -20,8 +20,6 @@ from vpipe import Layer, Model
 from vpipe.app.families.dropout import Dropout
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import MicrobatchLoader
-from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.size import Size
 from vpipe.testing import evaluate_oracle, references
 
 BATCHES = rich_batches(2, 8, lengths=(7, 9))
@@ -142,17 +140,6 @@ def test_places_go_on_from_slice_to_slice_where_tokens_are_carried() -> None:
                   is_label)
     batch = {"ids": torch.arange(32).reshape(4, 8) * 3 % 8, "labels": torch.arange(32).reshape(4, 8)}
     same_in_slices(model, batch, 4, stages=2)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("slices", [1, 2, 3, 4])
-def test_a_rank_holds_no_more_slices_than_the_closed_form_says(ranks: int, slices: int) -> None:
-    pipe = pipeline_of(sliced_model, stages=ranks, schedule="seq1f1b", slices=slices)
-    list(pipe.train(BATCHES[:1]))
-    size = Size(ranks, 4, 1, 4, slices=slices)
-    held = RegisteredSchedule.named("seq1f1b").peak_activations
-    assert [usage.peak_activations for usage in pipe.engine.collectives.usage()] == [
-        held(rank, size) for rank in range(ranks)]
 
 
 def test_a_checkpoint_counts_microbatches_and_goes_on_with_other_slices() -> None:

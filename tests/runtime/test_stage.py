@@ -210,18 +210,6 @@ def test_evaluation_keeps_nothing_and_restores_every_mode() -> None:
     assert stage.weights.pinned == 0
 
 
-def test_dropout_depends_on_update_and_microbatch_alone() -> None:
-    stage = stage_of(rich_model(), [3, 5])
-    fields = {"ids": IDS}
-
-    def run(key: tuple[int, int]) -> Tensor:
-        return trained(stage, [], fields, key)[0][0]
-
-    assert torch.equal(run((0, 0)), run((0, 0)))
-    assert not torch.equal(run((0, 0)), run((0, 1)))
-    assert not torch.equal(run((0, 0)), run((1, 0)))
-
-
 def test_state_leaves_out_what_another_layer_owns() -> None:
     assert list(stage_of(rich_model(), [7, 1], 1).state()) == ["head.decoder.bias"]
     whole = stage_of(rich_model(), [8])

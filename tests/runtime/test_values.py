@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.runtime import values
-from vpipe.runtime.action_recorder import _Sizes
 from vpipe.runtime.activations import Record
-from vpipe.runtime.values import KEPT, sizes_of, storage_of
 from vpipe.runtime.worker import Worker
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
@@ -138,36 +136,3 @@ def test_whoever_clears_the_store_frees_all_that_was_in_it(schedule: str) -> Non
     for worker in pipe.engine.workers.values():
         worker.values.clear()
     assert [tensor() for tensor in there if tensor() is not None] == []
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_the_bytes_recorded_are_those_of_the_distinct_storages_in_the_store(
-        schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Sizes, "known", property(lambda sizes: False, lambda sizes, known: None), raising=False)
-    pipe = Pipeline(rich_model(), **parts(microbatches=4, stages=4, schedule=schedule, recompute=0.5,
-                                          optimizer=lambda own: torch.optim.SGD(own, lr=0.1)))
-    batches = rich_batches(2, 8)
-    wrong = []
-
-    def checking(recorder: Any, action: Action, run: Callable[[], None]) -> None:
-        run()
-        worker = recorder.worker
-        if not (worker.segment.training and action.op.computes):
-            return
-        sizes = sizes_of(tensor for (value, *_), entry in worker.values.items() if value is KEPT
-                         for tensor in tensors_of(entry))
-        held = 0
-        for record in worker.values.records().values():
-            mine, fields = record.counted.counter.saved() | sizes_of(record.tensors()), record.counted.counter._fields
-            sizes |= {storage: size for storage, size in mine.items() if storage not in fields}
-            held += sum(size for storage, size in fields.items() if record.fields or storage in mine)
-        own = {storage_of(t) for stage in worker.stages.values() for module in stage.modules.values()
-               for t in (*module.parameters(), *module.buffers())}
-        held += sum(size for storage, size in sizes.items() if storage not in own)
-        if held != recorder._records[-1][6]:
-            wrong.append((str(action), held, recorder._records[-1][6]))
-
-    for recorder in pipe.record().values():
-        recorder.worker.around.append(lambda action, run, recorder=recorder: checking(recorder, action, run))
-    list(pipe.train(batches))
-    assert wrong == []
