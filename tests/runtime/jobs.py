@@ -194,13 +194,6 @@ def stopped_by_rank(*, rank: int) -> list[list[Any]]:
     return ends
 
 
-def limited(*, updates: int) -> dict[str, Any]:
-    """An asynchronous run that ends after so many updates, in the middle of a batch."""
-    pipe = pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=4)
-    losses = [step.loss for step in pipe.engine.training.train(rich_batches(9, 8), updates=updates)]
-    return {"losses": losses, "state": fingerprint(pipe.state_dict())}
-
-
 def used() -> list[dict[str, Any]]:
     """What the stages used, less times and memory, which no two runs share."""
     pipe = pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=2)

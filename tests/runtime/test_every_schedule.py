@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import rich_batches, rich_model, thrice_tied_model, untied_model
+from models import rich_batches, rich_model, thrice_tied_model
 from oracles import DECAY_AND_CLIP, AdamW, Momentum, assert_same, equals_its_oracle, oracle_of, pipeline_of
 
 from vpipe import Pipeline, Update
@@ -176,14 +176,6 @@ def test_evaluation_and_changes_within_a_batch_of_an_asynchronous_file_come_at_i
         return losses
 
     assert run(evaluate=True) == run(evaluate=False)
-
-
-def test_a_schedule_from_a_file(tmp_path: Path) -> None:
-    """What PyTorch could have written, with a backward order of its own that still goes by microbatches."""
-    file = tmp_path / "mine.csv"
-    file.write_text("0F0,0F1,,,,,0B0,0B1\n,1F0,1F1,1I0,1I1,1W0,1W1,\n")
-    equals_its_oracle(untied_model, rich_batches(3, 4), schedule=str(file), microbatches=2, partition=[3, 5],
-                      recompute=0.5, grad_clip=0.5)
 
 
 def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path) -> None:

@@ -87,9 +87,6 @@ def _never(store: dist.Store, key: str) -> bool:
     except dist.DistStoreError:
         return True
     return False
-
-
-EVEN = [2, 2, 2, 2]
 def test_all_executors_give_the_same_bits_over_gloo(world: World) -> None:
     """Where the threads of a rank and its transfers go on at one time; a stage has two replicas."""
     run: dict[str, Any] = {
@@ -98,12 +95,6 @@ def test_all_executors_give_the_same_bits_over_gloo(world: World) -> None:
     expected = jobs.train(**run)
     for executor in Executor.names():
         assert world.run(jobs.train, executor=executor, **run) == [expected] * 4, executor
-
-
-def test_naive_streams_over_gloo_as_in_one_process(world: World) -> None:
-    run: dict[str, Any] = {"model": "rich", "schedule": "pipedream", "microbatches": 4, "partition": EVEN,
-                           "executor": "naive", "batches": 2, "lengths": [6, 9]}
-    assert world.run(jobs.train, **run) == [jobs.train(**{**run, "executor": "overlapped"})] * 4
 
 
 def test_naive_leaves_no_send_behind(world: World) -> None:

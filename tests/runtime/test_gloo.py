@@ -122,19 +122,6 @@ def test_leaving_the_loop_early_then_training_on(world: World, rules: Mapping[st
     assert run["middle"] != run["state"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_a_stage_with_nothing_to_train(world: World, schedule: str, clip: float | None) -> None:
-    arguments: dict[str, Any] = {"model": "frozen", "schedule": schedule, "microbatches": 2, "samples": 4,
-                                 "partition": [1, 1, 1, 1], "grad_clip": clip}
-    expected, results = jobs.train(**arguments), world.run(jobs.train, **arguments)
-    assert [result["state"] for result in results] == [expected["state"]] * 4
-    assert [result["held_out"] for result in results] == [expected["held_out"]] * 4
-    assert {step[2] for step in results[0]["steps"]} == {None}, "this process has no learning rate"
-    for result in results[1:]:
-        assert result["steps"] == expected["steps"]
-
-
 def test_layers_of_a_rank_are_given_the_fields_they_name_alone(world: World) -> None:
     assert world.run(jobs.what_ranks_read) == [["ids"], [], [], ["labels"]]
     assert jobs.what_ranks_read() == ["ids", "labels"]
@@ -165,12 +152,6 @@ def test_a_thread_of_any_rank_stops_all_after_the_same_step(world: World) -> Non
     assert others == [first] * 3
     assert [stop for stop, _ in first] == [True, False] * 2
     assert all(2 < index < 499 for _, index in first[::2]), first
-
-
-def test_a_stream_ends_after_the_updates_asked_for(world: World) -> None:
-    expected = jobs.limited(updates=6)
-    assert len(expected["losses"]) == 6
-    assert world.run(jobs.limited, updates=6) == [expected] * 4
 
 
 def test_usage_of_every_stage_is_known_on_every_rank(world: World) -> None:

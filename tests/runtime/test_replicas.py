@@ -14,7 +14,6 @@ import torch
 from models import Average, cut, rich_batches, rich_model, untied_model
 from oracles import (
     DECAY_AND_CLIP,
-    AdamW,
     assert_same,
     assert_same_state,
     decay,
@@ -73,15 +72,6 @@ def test_both_directions(name: str, ranks: int, replicas: int, microbatches: int
     assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(model(), state, batches, microbatches), rel=1e-15)
 
 
-def test_ranks_may_stand_in_any_order() -> None:
-    model, batches = rich_model(), rich_batches(2, 6)
-    runs = []
-    for placement in ([[0, 1], [2], [3, 4, 5]], [[5, 2], [0], [1, 4, 3]]):
-        pipe = Pipeline(model, AdamW(), stages=Cut([3, 3, 2], ranks=placement), schedule="1f1b", microbatches=6, seed=7)
-        runs.append([step.loss for step in pipe.train(batches)])
-    assert runs[0] == runs[1]
-
-
 def test_a_layer_that_draws_its_weights_outside_torch_is_found() -> None:
     """In one process each replica is built, too."""
     random = np.random.default_rng(3)
@@ -126,13 +116,6 @@ def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int
             pipe.evaluate(batches[:1])
     assert 3 * per_step < drained_at[0] <= 8 * per_step < drained_at[1]
     assert_same(pipe, steps, oracle_of(pipe, batches, drained_at=drained_at))
-
-
-def test_a_stream_ends_after_the_steps_asked_for() -> None:
-    pipe, batches = pipeline_of(rich_model, **arranged(8, [2, 1], "pipedream", 4)), rich_batches(9, 4)
-    steps = list(pipe.engine.training.train(batches, updates=5))
-    ten = {name: torch.cat([batch[name] for batch in batches])[:10] for name in batches[0]}
-    assert_same(pipe, steps, oracle_of(pipe, [ten], microbatches=10))
 
 
 def test_each_replica_holds_as_few_versions_as_its_depth_asks_for() -> None:
