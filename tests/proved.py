@@ -1,4 +1,4 @@
-"""One schedule that the checker has proved."""
+"""One schedule that the checker has proved; and the rows of any, as texts."""
 
 from __future__ import annotations
 
@@ -32,3 +32,7 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm, zero1=zero1)
     check(schedule)
     return schedule
+
+
+def texts(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, program)) for program in schedule.programs]

@@ -9,7 +9,7 @@ import pytest
 from golden import assert_golden, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proved import prove
+from proved import prove, texts
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Op
@@ -33,10 +33,6 @@ def bubble_s(schedule: Schedule, forward_s: Number = 1, input_s: Number = 1, wei
     """With the times of a whole rank."""
     size = Size(schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks, schedule.update_every)
     return simulate(schedule, Costs.uniform(size, forward_s, input_s, weight_s)).bubble_s
-
-
-def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, program)) for program in schedule.programs]
 
 
 @st.composite
@@ -153,18 +149,6 @@ def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
         (8, 1), (7, 2), (6, 3), (5, 4)]
 
 
-@pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 0)])
-def test_dualpipe_has_the_published_bubble_if_a_pair_is_one_block(times: tuple[int, int, int]) -> None:
-    """Its (p/2-1)(F&B + B - 3W); DualPipeV is that of twice as many ranks."""
-    forward_s, input_s, weight_s = times
-    backward_s = input_s + weight_s
-    for half in range(1, 6):
-        published = (half - 1) * (forward_s + backward_s + backward_s - 3 * weight_s)
-        folded, whole = made("dualpipe_v", half, 2 * half + 3), made("dualpipe", 2 * half, 2 * (2 * half + 3))
-        assert paired_bubble_s(folded, *times) == paired_bubble_s(whole, *times) == published
-        assert bubble_s(folded, *(2 * time for time in times)) == bubble_s(whole, *times) <= published
-
-
 @pytest.mark.parametrize("ranks", range(2, 17, 2))
 def test_chimera_as_published(ranks: int) -> None:
     """Table 2 and figure 6 of the paper: p forwards and 2p-2 backwards on the critical path, p/2+1 to p activations."""
@@ -176,38 +160,6 @@ def test_chimera_as_published(ranks: int) -> None:
         assert peaks == [ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)]
     unit = simulate(made("chimera", ranks, ranks), Costs.uniform(Size(ranks, ranks, 1, 1), 3, 2, 2))
     assert unit.makespan_s == ranks * 3 + (2 * ranks - 2) * 4
-
-
-def paired_bubble_s(schedule: Schedule, forward_s: int, input_s: int, weight_s: int) -> int:
-    """The bubble, at a stage's times, when a forward and the whole backward behind it give their tensors together."""
-    takes = {Op.FORWARD: forward_s, Op.INPUT: input_s, Op.WEIGHT: weight_s, Op.BACKWARD: input_s + weight_s, Op.STEP: 0}
-    ends: dict[tuple[bool, int, int], int] = {}  # by (forward or not, stage, microbatch)
-    clocks, cursors = [0] * schedule.ranks, [0] * schedule.ranks
-    begun: dict[int, int] = {}
-    work = schedule.microbatches * schedule.stages // schedule.ranks * (forward_s + input_s + weight_s)
-    waiting = True
-    while waiting:
-        waiting = False
-        for rank, program in enumerate(schedule.programs):
-            while cursors[rank] < len(program):
-                at = cursors[rank]
-                paired = [action.op for action in program[at:at + 2]] == [Op.FORWARD, Op.BACKWARD]
-                block = program[at:at + 1 + paired]
-                needed = [(action.op is Op.FORWARD, action.stage + (-1 if action.op is Op.FORWARD else 1),
-                           action.microbatch) for action in block if action.op.returns or action.op is Op.FORWARD]
-                needed = [tensor for tensor in needed if 0 <= tensor[1] < schedule.stages]
-                if any(tensor not in ends for tensor in needed):
-                    break
-                start = max([clocks[rank], *(ends[tensor] for tensor in needed)])
-                begun.setdefault(rank, start)
-                clocks[rank] = start + sum(takes[action.op] for action in block)
-                for action in block:
-                    if action.op.returns or action.op is Op.FORWARD:
-                        ends[action.op is Op.FORWARD, action.stage, action.microbatch] = clocks[rank]
-                cursors[rank] += len(block)
-                waiting = True
-    assert cursors == [len(program) for program in schedule.programs]
-    return max(clock - begun[rank] for rank, clock in enumerate(clocks)) - work
 
 
 def test_some_orders_literally() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from proved import texts
 
-from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build, replica_views, stream_program
@@ -25,10 +25,6 @@ def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, 
     placement = RegisteredSchedule.named(name).layout(ranks, RegisteredSchedule.named(name).chunks)
     ties = {0: (len(placement) - 1,)} if tied and len(placement) > 1 else {}
     return lower(build(name, placement, microbatches, every, ties), norm)
-
-
-def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, program)) for program in schedule.programs]
 
 
 def test_transfers() -> None:
@@ -90,21 +86,6 @@ def schedules(*names: str) -> st.SearchStrategy[Schedule]:
 
 
 ALL = ("gpipe", "1f1b", "zb_h1", "zb_h2", "looped_bfs", "zb_v", "pipedream", "2bw")
-MADE_BY = {Op.SEND_F: (Op.FORWARD,), Op.SEND_B: (Op.BACKWARD, Op.INPUT), Op.SEND_W: (Op.STEP,)}
-USES = {Op.RECV_F: (Op.FORWARD,), Op.RECV_B: (Op.BACKWARD, Op.INPUT), Op.RECV_G: (Op.STEP,)}
-
-
-@given(schedules(*ALL))
-def test_receives_precede_their_use_and_sends_follow_what_they_send(schedule: Schedule) -> None:
-    for program in schedule.programs:
-        at = {(action.op, action.stage, action.microbatch): position for position, action in enumerate(program)}
-        for (op, stage, index), position in at.items():
-            if op in USES:
-                assert position < max(at.get((use, stage, index), -1) for use in USES[op])
-            elif op in MADE_BY:
-                made = max(at.get((maker, stage, index - (op is Op.SEND_W)), -1) for maker in MADE_BY[op])
-                assert 0 <= made < position
-                assert all(other.op.receives for other in program[made + 1:position])
 
 
 @given(schedules("gpipe", "1f1b", "zb_h1", "pipedream", "2bw"))
@@ -118,15 +99,6 @@ def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None
                 between = program[position:program.index(forward(action.stage, action.microbatch))]
                 assert any(other.op.computes for other in between)
             seen_compute = seen_compute or action.op is Op.FORWARD
-
-
-@given(schedules(*ALL))
-def test_lowering_adds_and_moves_nothing_else(schedule: Schedule) -> None:
-    every = None if schedule.flush else schedule.update_every
-    bare = build(schedule.name, schedule.placement, schedule.microbatches, every)
-    added = {Op.NORM, *(op for op in kinds.known() if op.transfer is not None)}
-    assert bare.programs == schedule.with_programs(
-        [[action for action in program if action.op not in added] for program in schedule.programs]).programs
 
 
 def shifted(program: Sequence[Action], every: int) -> list[Action]:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proved import prove
+from proved import prove, texts
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
@@ -29,10 +29,6 @@ V_OF_4 = Layout.ZIGZAG(4, 2)
 def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     size = Size(schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks, schedule.microbatches)
     return simulate(schedule, costs or Costs.uniform(size))
-
-
-def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, program)) for program in schedule.programs]
 
 
 def by_hand(placement: Placement, microbatches: int) -> list[Schedule]:

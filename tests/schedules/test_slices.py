@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from proved import prove
+from proved import prove, texts
 from test_checker import moved, swapped
 
 from vpipe import Cut, Order
@@ -29,10 +29,6 @@ from vpipe.schedules.simulator.timeline import simulate
 
 SLICED = [one.name for one in RegisteredSchedule.imported() if one.sliced]
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))  # ranks, microbatches, slices
-
-
-def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, program)) for program in schedule.programs]
 
 
 def test_orders_literally() -> None:

@@ -9,7 +9,7 @@ import pytest
 from golden import assert_golden, refusal
 from hypothesis import given
 from hypothesis import strategies as st
-from proved import prove
+from proved import prove, texts
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
@@ -35,10 +35,6 @@ VERSIONS: dict[str, Callable[[Sequence[int], int, int, int], int]] = {  # of (wa
 def made(name: str, ranks: int, microbatches: int, update_every: int | None = None,
          warmup: Sequence[int] | None = None) -> Schedule:
     return build(name, Layout.LOOP(ranks), microbatches, update_every, warmup=warmup)
-
-
-def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, program)) for program in schedule.programs]
 
 
 @st.composite

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from proved import prove
+from proved import prove, texts
 
 from vpipe.errors import CheckError, UserError
 from vpipe.runtime.interpreter import RankPrograms
@@ -152,10 +152,6 @@ def made(placement: Placement, programs: Sequence[str], microbatches: int) -> Sc
     return Schedule("made", placement, actions, microbatches, microbatches, flush=True,
                     peak_activations=(microbatches * len(placement),) * len(programs),
                     versions=(1,) * len(placement), ties={})
-
-
-def texts(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, program)) for program in schedule.programs]
 
 
 def test_a_receive_stands_earlier_where_sends_would_wait_for_each_other() -> None:
