@@ -164,11 +164,6 @@ def test_silence_is_a_failure_and_a_whole_host_fails_at_once(ranks: Ranks) -> No
         line.close()
 
 
-def test_a_rank_that_never_came_is_named(ranks: Ranks) -> None:
-    ranks.start(2, without=(1,))
-    assert "error: rank 1 (stage 1) did not join within 1.2 s" in ranks.end_of(0)  # one host: not worth a word
-
-
 def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
     detector = ranks.start(4, without=(3,))
     line = hello(detector, 3)
@@ -222,23 +217,6 @@ def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: 
     for rank in (1, 2):
         assert ranks.ended[rank].empty()
         assert ranks.watches[rank].explain(0, None) == Fault.left(0)
-
-
-def test_a_rank_waiting_for_one_that_has_ended_is_told_so(ranks: Ranks) -> None:
-    ranks.start(3)
-    ranks.watches.pop(1).leave()
-    until(lambda: 1 in ranks.watches[2].left)
-    fault = ranks.watches[2].explain(1, None)
-    assert str(ranks.watches[2].error(fault, "...")) == (
-        "error: rank 1 (stage 1) on a has ended its program; ... (rank 2, peer rank 1)\n"
-        "hint: every rank must go through the same batches and calls")
-
-
-def test_without_rank_0_the_others_know_that_it_is_gone(ranks: Ranks) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        watch = ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S))
-        server.accept()[0].close()
-        assert watch.explain(1, None) == Fault.ended(0)
 
 
 def test_rank_0_may_be_silent_too(ranks: Ranks) -> None:

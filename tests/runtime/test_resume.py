@@ -223,9 +223,6 @@ def test_state_that_no_checkpoint_can_hold_is_named(arguments: dict[str, Any], t
 def test_places_from_which_a_pipeline_cannot_go_on() -> None:
     pipe = pipeline(rich_model(), schedule="1f1b")
     position, tensors = saved(pipe)
-    assert refusal(pipe.engine.restore, Position(6, 6), tensors) == (
-        "error: the checkpoint was made after 2 of the 4 microbatches of a batch, but '1f1b' takes whole ones\n"
-        "hint: go on with the schedule that made it, or from a checkpoint at the end of a batch")
     lacking = {name: tensor for name, tensor in tensors.items() if "raw" not in name}
     with pytest.raises(UserError, match=r"2 tensors of the model missing in the checkpoint: raw0\.w, raw1\.w"):
         pipe.engine.restore(position, {**lacking, "model.raw2.w": tensors["model.raw2.w"]})

@@ -66,12 +66,6 @@ def test_transfers_have_names_in_words(kind: str, text: str) -> None:
     assert str(TransferKey(TransferKind(kind), 2, 7)) == text
 
 
-def test_a_spec_is_what_the_receiver_must_know() -> None:
-    spec = TensorSpec.from_tensor(torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True))
-    assert spec == TensorSpec((2, 3), torch.bfloat16, wants_gradient=True)
-    assert str(spec) == "bfloat16[2, 3]"
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int8, torch.bool,
                                    torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,)])
