@@ -6,19 +6,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 from small_run import job_of, write_config
-from torch import Tensor, nn
 
-from vpipe import Layer, Model
 from vpipe.app.config.config import load_config
 from vpipe.app.config.parallel import Codec, ParallelSection
 from vpipe.app.verify import references, run_in_process
 from vpipe.description.transfers import CODECS
 from vpipe.errors import UserError
-from vpipe.extras.compression.transport import Int8
-from vpipe.runtime.transport.transport import TensorSpec
-from vpipe.testing import CutCompression, compare
+from vpipe.testing import compare
 
 
 @pytest.mark.parametrize("changes", [
@@ -64,25 +59,3 @@ def test_names_are_those_of_the_codecs() -> None:
     assert {*get_args(Codec), "int8_stochastic"} == set(CODECS)
     section = ParallelSection(model_parallel_size=3, compress=("int8", "bf16"), compress_rounding="stochastic")
     assert section.transfers.codecs(3) == ("int8_stochastic", "bf16")
-
-
-def test_one_cut() -> None:
-    """Gradients come back coded; a tensor that nobody used comes back as zeros."""
-    model = Model([Layer("first", nn.Identity, ("x",), ("h", "skip")), Layer("second", nn.Identity),
-                   Layer("last", nn.Identity, ("h", "skip"), ("loss",))], batch=("x",))
-    compress_cut, codec = CutCompression(model, [1, 1, 1], ((0,), (1,), (1,)), ("int8", "none"), 0), Int8(False)
-    for number in range(2):
-        values = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(number))
-        h, skip, gradient, _ = values
-        leaves = {"h": h.clone().requires_grad_(), "skip": skip.clone().requires_grad_()}
-        tensors: dict[str, Tensor] = dict(leaves)
-        for layer in (0, 2):
-            compress_cut(number, number, layer, tensors)
-            assert tensors["h"] is leaves["h"], "no cut lies there that is coded"
-        compress_cut(number, number, 1, tensors)
-        assert torch.equal(tensors["h"], codec.decode(codec.encode(h, 0), TensorSpec.from_tensor(h)))
-        tensors["h"].backward(gradient)
-        assert leaves["h"].grad is not None
-        assert torch.equal(leaves["h"].grad, codec.decode(codec.encode(gradient, 0), TensorSpec.from_tensor(h)))
-        assert leaves["skip"].grad is not None
-        assert not leaves["skip"].grad.any()

@@ -80,11 +80,6 @@ def test_an_int8_number_is_off_by_half_a_scale_at_most(shape: tuple[int, ...], d
         assert (decoded.float() - tensor.float()).abs().le((most + 1e-2) * scale + rounded).all()
 
 
-def test_bf16_rounds_to_the_nearest() -> None:
-    tensor = randn(4, 8)
-    assert torch.equal(carried(CODECS["bf16"], tensor), tensor.bfloat16().float())
-
-
 @pytest.mark.parametrize("name", sorted(CODECS))
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_values_that_are_not_finite_stay_so_and_change_no_other_row(name: str, wrong: float) -> None:
