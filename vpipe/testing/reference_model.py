@@ -23,7 +23,7 @@ from vpipe.model.layer import LOSS, Layer, moved, set_parameter, split_target
 from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.runtime.compiled import compile_layers
-from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, set_data
+from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded, set_data
 from vpipe.schedules.assignment import Assignment
 
 
@@ -105,8 +105,7 @@ class ReferenceModel:
         self._model, self._modules, self.widths = model, model.materialize(seed), tuple(widths)
         moved(self._modules, device)
         self.layers = [self._modules[layer.name] for layer in model.layers]
-        self._sharded = any(hasattr(parameter, "placements") for module in self.layers
-                            for parameter in module.parameters())  # of a DTensor
+        self._sharded = any(is_sharded(parameter) for module in self.layers for parameter in module.parameters())
         specs = model.split(partition)
         assert len(specs) == len(widths), "one width per stage"
         self._stage = [spec.index for spec in specs for _ in spec.layers]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_warmup
@@ -365,7 +366,7 @@ class TrainingRecipe:
         A pipeline adds them up so, as they come from several devices. A device has another order of its own, and torch
         has one for parameters of several dtypes, with another last bit.
         """
-        norms, plain = [_norm(p.grad) for p in parameters if p.grad is not None], not any(map(_is_dtensor, parameters))
+        norms, plain = [_norm(p.grad) for p in parameters if p.grad is not None], not any(map(is_sharded, parameters))
         if not norms or (plain and norms[0].device.type == "cpu" and len({norm.dtype for norm in norms}) == 1):
             return float(nn.utils.clip_grad_norm_(parameters, clip))
         norm = torch.linalg.vector_norm(torch.stack(norms).cpu())
@@ -373,13 +374,9 @@ class TrainingRecipe:
         return float(norm)
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "placements")
-
-
 def _completed(gradient: Any) -> Any:
     """Return the sum of what ranks have parts of, in their order; a reduction of torch's has an order of its own."""
-    if not _is_dtensor(gradient):
+    if not is_sharded(gradient):
         return gradient
     from torch.distributed.tensor import DTensor, Replicate
     sums, places = gradient.to_local(), list(gradient.placements)
@@ -394,7 +391,7 @@ def _completed(gradient: Any) -> Any:
 
 def _sizes(gradient: Any) -> tuple[Any, int]:
     """Return absolute values of a gradient, or of the parts of it that ranks add, and how many these are."""
-    if not _is_dtensor(gradient):
+    if not is_sharded(gradient):
         return gradient.abs(), 1
     from torch.distributed.tensor import DTensor
     mesh, places = gradient.device_mesh, gradient.placements
@@ -405,12 +402,12 @@ def _sizes(gradient: Any) -> tuple[Any, int]:
 
 def _placed_as(gradient: Any, parameter: Any) -> Any:
     """Return a gradient as its parameter is placed."""
-    return gradient.redistribute(placements=parameter.placements) if _is_dtensor(gradient) else gradient
+    return gradient.redistribute(placements=parameter.placements) if is_sharded(gradient) else gradient
 
 
 def _norm(gradient: Any) -> Tensor:
     """Return the norm of a gradient, of a DTensor from those of all shards, which double precision holds exactly."""
-    if not _is_dtensor(gradient):
+    if not is_sharded(gradient):
         plain: Tensor = torch.linalg.vector_norm(gradient)
         return plain
     from torch.distributed.tensor import DTensor, Partial, Replicate

@@ -32,8 +32,6 @@ from vpipe.runtime import transport
 TensorSpec = transport.TensorSpec
 TransferKey = transport.TransferKey
 TransferKind = transport.TransferKind
-contiguous = transport.contiguous
-encode_specs = transport.encode_specs
 
 INLINE_BYTES = 4096
 """Of all tensors of a transfer, up to which they are a part of the message: a buffer would cost more."""
@@ -134,7 +132,7 @@ class SharedMemoryLink:
         kind = _KINDS.index(key.kind)
         if layout.nbytes <= INLINE_BYTES:
             for (offset, _), tensor in zip(layout.places, tensors, strict=True):
-                plain = contiguous(tensor)
+                plain = transport.contiguous(tensor)
                 memmove(self._scratch_at + offset, plain.data_ptr(), plain.nbytes)
             self._send(_TENSORS, kind, key, generation, accepted, layout.code, payload=self._scratch[:layout.nbytes])
             return
@@ -265,4 +263,4 @@ class SharedMemoryLink:
 
 @lru_cache(1000)
 def _layout(specs: tuple[tuple[Sequence[int], torch.dtype, bool], ...]) -> BufferLayout:
-    return BufferLayout.parse(encode_specs(specs))
+    return BufferLayout.parse(transport.encode_specs(specs))
