@@ -59,9 +59,9 @@ class Engine:
         timeout_s, distributed = description.transfers.timeout_s, len(world.lanes.own) > 1
         self.workers: dict[int, Worker] = {}
         self.collectives = collectives = Collectives(self.workers, specs, schedule.placement, world, timeout_s)
-        loaders = Loaders(model, schedule, description, world, self.workers, collectives)
         if distributed and is_ordered(world.own):  # refuses while another pipeline has transfers under way
             tensor_groups(world.own, timedelta(seconds=timeout_s))
+        loaders = Loaders(model, schedule, description, world, self.workers, collectives)
         collectives.check_same(model, schedule, description)
         with collectives.job.whole():
             check_runnable(schedule.kinds)

@@ -120,8 +120,9 @@ def saving_hooks() -> SavingHooks | None:
 
 def sizes_of(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
     """Return the bytes of the storages of tensors that have one: those by which DTensor finds shapes have none."""
-    return {storage_of(tensor): local(tensor).untyped_storage().nbytes() for tensor in tensors
-            if tensor.layout is torch.strided and tensor.device.type != "meta"}
+    storages = (local(tensor).untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages  # type: ignore[no-untyped-call]
+            if storage.device.type != "meta"}
 
 
 def alive(sizes: Mapping[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:
