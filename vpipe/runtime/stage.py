@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,7 @@ class Stage(StageLayers):
         self.loss_checks: list[LossCheck] = []
         self.kept_around: set[str] = set()
         self.measured, self.offloaded, self._layers = False, False, model.layers
+        self._running = 0  # the layer whose forward runs
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]
@@ -251,21 +252,25 @@ class Stage(StageLayers):
         tensors = {**record.fields, **given}
         before = [(name, t, t._version, t.requires_grad) for name, t in tensors.items()
                   if training or name not in inputs or name in self.kept_around]
-        joined, hook = self._join(span, given, lambda _: self._refuse_derivative(span, i, joined))
+        joined, hook = self._join(span, given)
         tensors |= joined
         try:
             for i, layer, module in span.layers:
+                self._running = i
                 key, told = (record.key, NOTHING) if sliced is None else self._told(i, module, record.key, sliced)
                 seed = seed_of(self.seed, *key, i)
                 for generator in self.generators:
                     generator.manual_seed(seed)
                 arguments = [tensors[name] for name in layer.inputs]
                 carried = None if sliced is None else span.carried.get(i)
-                with (told, self._sharded.get(i, NOTHING),
-                      NOTHING if store is None or i not in self._splittable
-                      else SplitBackwardMode(store, self._autocast is not None)):
-                    result = self._call(layer, module, arguments, None if carried is None else tuple(
-                        [tensors[name] for name in carried if name in inputs]))
+                if sliced is None and store is None and not self._sharded:
+                    result = self._call(layer, module, arguments)
+                else:
+                    with (told, self._sharded.get(i, NOTHING),
+                          NOTHING if store is None or i not in self._splittable
+                          else SplitBackwardMode(store, self._autocast is not None)):
+                        result = self._call(layer, module, arguments, None if carried is None else tuple(
+                            [tensors[name] for name in carried if name in inputs]))
                 if carried is not None:
                     on = list(zip(carried, result[len(layer.outputs):], strict=True))
                     before += [(name, t, t._version, t.requires_grad) for name, t in on]
@@ -280,19 +285,26 @@ class Stage(StageLayers):
             raise forward_error(i, layer, module, read, record.fields, error) from error
         if hook is not None:
             hook.remove()
-        self._check_gradients(span, inputs, joined, [
-            name for name, tensor, _, wanted in before if tensor.requires_grad and not (wanted and name in inputs)])
-        changed = [name for name, tensor, version, _ in before if tensor._version != version]
+        wanting, changed = [], []
+        for name, tensor, version, wanted in before:
+            if tensor.requires_grad and not (wanted and name in inputs):
+                wanting.append(name)
+            if tensor._version != version:
+                changed.append(name)
+        self._check_gradients(span, inputs, joined, wanting)
         if changed and any(given.get(name) is inputs.get(name) or sum(
                 inputs[name].data_ptr() == other.data_ptr() for other in inputs.values()) > 1 for name in changed):
             raise self._in_place_error(span.layers[0][1].name)
         if effects is not None:
             effects.note_changed_inputs(inputs, given, changed)
+        passed_on = (*span.outputs, *(also if sliced is None else _carried_on(span, sliced)))
         # Where layers got copies, an input that none of them changed is passed on itself, not one more copy. An alias
         # is passed on, so that gradients from beyond the span are added first, as in one graph.
-        return {name: inputs[name] if span.recomputed and tensors[name] is joined.get(name, given.get(name))
-                and given[name] is not inputs[name] and name not in span.effects.inputs else tensors[name] for name in (
-                    *span.outputs, *(also if sliced is None else _carried_on(span, sliced)))}
+        for name in passed_on if given is not inputs and span.recomputed else ():
+            if (tensors[name] is joined.get(name, given.get(name)) and given[name] is not inputs[name]
+                    and name not in span.effects.inputs):
+                tensors[name] = inputs[name]
+        return {name: tensors[name] for name in passed_on}
 
     def _told(self, number: int, module: nn.Module, key: DropoutKey,
               sliced: SequenceSlice) -> tuple[tuple[int, ...], AbstractContextManager[None]]:
@@ -311,21 +323,24 @@ class Stage(StageLayers):
             past: what the slice before has carried to a layer that is called with slices; what it carries on follows
                 its outputs, in the precision that it has there, as within a whole sequence.
         """
-        keywords = {} if past is None else {"carried": past}
         call = partial(self.loss_checks.pop(), layer, module) if self.loss_checks and LOSS in layer.outputs else module
+        if past is not None:
+            call = partial(call, carried=past)
         try:
             if self._autocast is None:
-                result = call(*arguments, **keywords)
+                result = call(*arguments)
             else:
                 with self._autocast:
-                    result = call(*arguments, **keywords)
+                    result = call(*arguments)
             torch.clear_autocast_cache()  # within an autocast around the loop casts would outlive an update
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise self._in_place_error(layer.name) from error
             raise
-        outputs = result if isinstance(result, tuple) else (result,)
         names = layer.outputs if past is None else (*layer.outputs, *(layer.carried or ()))
+        if type(result) is Tensor and len(names) == 1 and self.rounding is None:
+            return (result,)
+        outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != len(names) or not all(isinstance(t, Tensor) for t in outputs):
             kinds = ", ".join(type(t).__name__ for t in outputs)
             carried = "" if past is None else f" and the {len(layer.carried or ())} that it carries on"
@@ -343,27 +358,28 @@ class Stage(StageLayers):
         return (*(self.rounding.round_output(name, t) for name, t in zip(layer.outputs, outputs[:count], strict=True)),
                 *outputs[count:])
 
-    def _join(self, span: Span, given: Mapping[str, Tensor],
-              refuse: Callable[[Any], object]) -> tuple[dict[str, Tensor], RemovableHandle | None]:
+    def _join(self, span: Span, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], RemovableHandle | None]:
         """Make one node of the tensors that came through the cut before a span; return them and the handle of its hook.
 
         One of them may be made from another, and each from weights that layers on both sides of the cut use.
         During a forward autograd only comes to the node for a derivative of which the layers before have a part.
         """
+        if len(span.inputs) + len(self._used_before) < 2 or self.measured:
+            return {}, None
         names = [name for name in span.inputs if given[name].requires_grad]
         weights = [module._parameters[own] for module, own in self._used_before.values()] if names else []
-        if len(names) + len(weights) < 2 or self.measured:
+        if len(names) + len(weights) < 2:
             return {}, None
         with torch.enable_grad():  # in an evaluation, too
             tensors = Aliases.apply(len(names), *[given[name] for name in names], *weights)  # type: ignore[no-untyped-call]
         # Torch calls the hook of a tensor where its node is reached for any output, and that of a node where it is
         # passed: a derivative by the only tensor ends there, and is whole.
         hook = tensors[0].register_hook if len(names) > 1 else tensors[0].grad_fn.register_prehook
-        return dict(zip(names, tensors, strict=True)), hook(refuse)
+        return dict(zip(names, tensors, strict=True)), hook(partial(self._refuse_derivative, span, names))
 
-    def _refuse_derivative(self, span: Span, number: int, joined: Collection[str]) -> NoReturn:
+    def _refuse_derivative(self, span: Span, joined: Collection[str], _: object) -> NoReturn:
         """Refuse a derivative that a layer takes in its forward, and of which layers before the span have a part."""
-        layers, start, names = self._layers, span.layers[0][0], joined if len(joined) > 1 else ()
+        layers, start, names, number = self._layers, span.layers[0][0], joined if len(joined) > 1 else (), self._running
         first = min(start, *(self._writer(name, start) for name in names), *(
             i for i in range(start) for name in self._used_before if name.startswith(f"{layers[i].name}.")))
         sizes = [size for size in (first, number + 1 - first, len(layers) - number - 1) if size]
@@ -501,9 +517,7 @@ class Stage(StageLayers):
             if graph.weight_grads is not None:
                 graph.weight_grads.begin()
             try:
-                with ExitStack() as stack:
-                    for context in self._forward_contexts(span, record):
-                        stack.enter_context(context)
+                with self._forward_contexts(span, record) if self._sharded or sliced is not None else NOTHING:
                     # torch.autograd.backward, without its checks of each shape and dtype
                     run_backward(tuple([graph.edges[name] for name in names]),
                                  tuple([gradients[name] for name in names]), False, False, (),
@@ -521,13 +535,17 @@ class Stage(StageLayers):
                                for name in names if name in returned}
         return returned, graph.weight_grads
 
-    def _forward_contexts(self, span: Span, record: Record) -> Iterator[AbstractContextManager[None]]:
-        """Yield those of the span's forward that a part of it needs which the backward runs again, as
+    @contextmanager
+    def _forward_contexts(self, span: Span, record: Record) -> Iterator[None]:
+        """Enter the contexts of the span's forward for a part of it which the backward runs again, as
         :mod:`torch.utils.checkpoint` does: it draws the same random numbers."""
-        yield from [drawn for i, *_ in span.layers if (drawn := self._sharded.get(i)) and drawn.drew][:1]
-        if record.slice is not None:
-            for i, _, module in span.layers:
-                yield self._told(i, module, record.key, record.slice)[1]
+        with ExitStack() as stack:
+            for drawn in [drawn for i, *_ in span.layers if (drawn := self._sharded.get(i)) and drawn.drew][:1]:
+                stack.enter_context(drawn)
+            if record.slice is not None:
+                for i, _, module in span.layers:
+                    stack.enter_context(self._told(i, module, record.key, record.slice)[1])
+            yield
 
     def _recompute_span(self, span: Span, saved: SpanActivations, record: Record) -> SpanGraph:
         with _PreserveRandomState(self.generators):

@@ -39,6 +39,8 @@ Numbers = Mapping[str, Sequence[str]]
 
 _Numbers = dict[str, list[tuple[Any, int]]]
 
+_PLAIN = frozenset((type(None), bool, int, float))
+
 RATES = ("lr", "initial_lr")
 """Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
 
@@ -212,7 +214,8 @@ class StageOptimizer:
 
     def options(self) -> list[dict[str, Any]]:
         """Return the other entries of the parameter groups, to compare: a tensor by identity and version."""
-        return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
+        return [{key: value if type(value) in _PLAIN else _mark(value) for key, value in group.items()
+                 if key != "params"} for group in self.groups]
 
     def _numbers(self) -> _Numbers:
         """Return the numbers in parameter groups, of which those of a class have one name, and attributes.

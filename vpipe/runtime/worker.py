@@ -312,9 +312,12 @@ class Worker:
                 except Exception as error:
                     self._hold(error, Action(Op.FORWARD, stage_index, microbatch))
             return outputs, None
-        past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
-        given = (*inputs.received, *inputs.fields.values(), *past.values())
-        saved = SavedTensors(stage_index, stage.modules.values(), given) if stage.offloaded else None
+        past, saved = NO_TENSORS, None
+        if inputs.sliced is not None:
+            past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
+        if stage.offloaded:
+            given = (*inputs.received, *inputs.fields.values(), *past.values())
+            saved = SavedTensors(stage_index, stage.modules.values(), given)
         with NOTHING if saved is None else saved.saving():
             outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
                                             split=self.is_split(stage_index, microbatch),
@@ -472,8 +475,9 @@ class Worker:
             loss, steps = self.values[LOSS, stage_index, microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler.value
             share = torch.full_like(loss, self._share(microbatch, scale))
-            # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
-            return {"loss": share.masked_fill_(~loss.isfinite(), math.nan)
+            # NaN reaches the gradients of every stage, also where the backward alone would give finite ones: the loss
+            # less itself is 0 if it is finite, in fewer operations than isfinite.
+            return {"loss": share.masked_fill_(loss - loss != 0, math.nan)
                     if steps.skip and self.segment.weight(microbatch) else share}
         return self.p2p.receive_gradients(stage_index, microbatch)
 

@@ -66,9 +66,8 @@ class Assignment:
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that takes a microbatch through a stage; -1 outside the pipeline."""
-        ranks = self._ranks.get(stage, ())
-        return (ranks[self.replica_of(microbatch // self.slices, len(ranks))] if len(ranks) > 1
-                else ranks[0] if ranks else -1)
+        ranks = self._ranks.get(stage, (-1,))
+        return ranks[0] if len(ranks) == 1 else ranks[self.replica_of(microbatch // self.slices, len(ranks))]
 
     def microbatch_and_slice(self, index: int) -> tuple[int, int]:
         """Return the whole microbatch that an index belongs to, and which of its slices it is, from 0."""
