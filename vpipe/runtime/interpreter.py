@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from inspect import unwrap
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import NamedTuple
@@ -121,10 +120,6 @@ class RankPrograms:
                                         lambda stage, microbatch: False)
 
 
-# Asked for at every update; the functions around these look for the handler in an enumeration, which takes 10 us.
-_handler_of, _handle = unwrap(signal.getsignal), unwrap(signal.signal)
-
-
 class Interrupts:
     """While this context is entered, note a first Ctrl-C and raise it at its end; a second one is raised at once.
 
@@ -145,16 +140,16 @@ class Interrupts:
         self._alone, self._depth, self.noted = alone, 0, False
 
     def __enter__(self) -> None:
-        if (self._alone and _handler_of(signal.SIGINT) is signal.default_int_handler
+        if (self._alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler
                 and current_thread() is main_thread()):
             self._depth, self.noted = 0, False
-            _handle(signal.SIGINT, self._note)  # until this line one is raised, but nothing has begun
+            signal.signal(signal.SIGINT, self._note)  # until this line one is raised, but nothing has begun
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._depth -= 1
-        if self._depth == 0 and _handler_of(signal.SIGINT) == self._note:
-            _handle(signal.SIGINT, signal.default_int_handler)
+        if self._depth == 0 and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             if not isinstance(error, KeyboardInterrupt):
                 self.raise_noted()  # also where an error covers it, which is then the context
 

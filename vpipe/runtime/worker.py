@@ -400,31 +400,31 @@ class Worker:
         stage, record = self.stages[stage_index], self.values.pop((SAVED, stage_index, microbatch))
         gradients = self.output_gradients(stage_index, microbatch, record)
         with self.completing(stage_index, microbatch, whole=not (record.split or record.weightless)):
-            returned = self._returned(Action(Op.BACKWARD, stage_index, microbatch), stage.backward, record, gradients)
+            returned = self._returned(Op.BACKWARD, stage_index, microbatch, record, gradients)
         stage.unpin(record.pins)
         self.end_backward(stage_index, microbatch, returned)
 
     def _backward_input(self, stage_index: int, microbatch: int) -> None:
-        stage, record = self.stages[stage_index], self.values.pop((SAVED, stage_index, microbatch))
+        record = self.values.pop((SAVED, stage_index, microbatch))
         gradients = self.output_gradients(stage_index, microbatch, record)
-        returned = self._returned(Action(Op.INPUT, stage_index, microbatch), stage.backward_input, record, gradients)
+        returned = self._returned(Op.INPUT, stage_index, microbatch, record, gradients)
         self.values[HALF, stage_index, microbatch] = record
         self.end_backward(stage_index, microbatch, returned)
 
-    def _returned(self, action: Action, backward: Callable[[Record, Mapping[str, Tensor]], list[Tensor]],
-                  record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+    def _returned(self, op: Kind, stage_index: int, microbatch: int, record: Record,
+                  gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the gradients of a stage's inputs; zeros in a batch that is given up."""
-        inputs = record.spans[0].inputs
+        stage, inputs = self.stages[stage_index], record.spans[0].inputs
         try:
             if not self.passing:
-                returned = backward(record, gradients)
+                returned = (stage.backward if op is Op.BACKWARD else stage.backward_input)(record, gradients)
                 if record.carried:
-                    self.values[CARRIED_GRADIENT, action.stage, action.index], record.carried = record.carried, {}
+                    self.values[CARRIED_GRADIENT, stage_index, microbatch], record.carried = record.carried, {}
                 return returned
         except Exception as error:
-            if not self._gives_up(error, action):
+            if not self._gives_up(error, Action(op, stage_index, microbatch)):
                 raise
-        return [torch.zeros_like(inputs[name]) for name in self.stages[action.stage].spec.inputs
+        return [torch.zeros_like(inputs[name]) for name in stage.spec.inputs
                 if name in inputs and inputs[name].requires_grad]
 
     def _backward_weight(self, stage_index: int, microbatch: int) -> None:
