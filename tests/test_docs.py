@@ -1,6 +1,6 @@
 """What the documentation says is so: keys and defaults, figures, links, commands, files, refusals.
 
-``python tests/test_docs.py`` prints the tables of docs/config.md anew, draws the pictures of docs/schedules.md and
+``python tests/test_docs.py`` writes the tables of docs/config.md anew, draws the pictures of docs/schedules.md and
 writes its comparison.
 """
 
@@ -356,8 +356,8 @@ def test_commands_parse() -> None:
 
 if __name__ == "__main__":
     for title, keys in sections().items():
-        print(f"\n### {title}\n\n| key | values | default | meaning |\n|---|---|---|---|")
-        print("\n".join(f"| {' | '.join(row)} |" for row in rows(keys)))
+        old, new = ("".join(f"| {' | '.join(row)} |\n" for row in table) for table in (table_below(title), rows(keys)))
+        CONFIG_PAGE.write_text(CONFIG_PAGE.read_text().replace(old, new))
     for schedule in [*RegisteredSchedule.names(), *MORE]:
         (ROOT / "docs" / "schedules" / f"{schedule}.svg").write_text(printed(drawing(schedule)))
     DELAYS.write_text(drawn_delays())
