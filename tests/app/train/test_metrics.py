@@ -9,6 +9,7 @@ import os
 import struct
 import sys
 import termios
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_a_line_is_there_as_soon_as_its_update_has_ended(tmp_path: Path, clock: 
         assert read(path)[1] == {"step": 1, "loss": 1.5, "learning_rate": 0.5, "time_s": 0.75, "step_s": 0.25,
                                  "samples_per_s": 16.0, "tokens_per_s": 256.0, "gradient_norm": 3.0}
     assert (metrics.losses, metrics.update_s) == ([2.5, 1.5], [0.5, 0.25])
+
+
+def test_a_line_has_whatever_else_a_step_knows(tmp_path: Path, clock: Clock) -> None:
+    @dataclass(frozen=True)
+    class Later(Step):
+        clip_factor: float | None = None
+
+    with Metrics(tmp_path / "m.jsonl", StepSize(4, 64)) as metrics:
+        clock.now += 0.5
+        metrics.update(Later(0, 1.0, 0.5, 0.0, False, clip_factor=0.25), Later(1, 1.0, 0.5, None, False, skipped=True))
+    assert [list(line.items())[7:] for line in read(tmp_path / "m.jsonl")] == [
+        [("gradient_norm", 0.0), ("clip_factor", 0.25)], [("skipped", True)]]
 
 
 def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) -> None:

@@ -136,12 +136,10 @@ class Metrics(AbstractContextManager["Metrics"]):
             if self.size.efficiency is not None:
                 used = self.size.efficiency.utilization(tokens / seconds)
                 line |= {"mfu": float(f"{used.model:.4g}"), "hfu": float(f"{used.hardware:.4g}")}
-            if step.gradient_norm is not None:
-                line["gradient_norm"] = finite(step.gradient_norm)
-            if step.skipped:
-                line["skipped"] = True
-                self.skipped += 1
-            self._write(line)
+            # What else the step knows, by its name.
+            self._write(line | {name: finite(value) for name, value in vars(step).items() if value is not None
+                                and value is not False and name not in ("index", "stop", "not_finite", *line)})
+            self.skipped += step.skipped
         if self._pipe is not None and self.warm_usage is None and len(self.update_s) >= WARM_UP:
             self.warm_usage = self._pipe.local_usage()
 
