@@ -32,8 +32,7 @@ def register_dataset(name: str, files: tuple[str, ...] = (),
 
     Args:
         files: patterns of the names of the files that it reads, by which ``vpipe init`` finds it.
-        reads: which of path, samples, tokenizer, max_tokens, language, source_language and target_language it takes
-            from its settings; a config that sets another is refused.
+        reads: which of :data:`vpipe.app.data.KEYS` it takes from its settings; a config that sets another is refused.
     """
     def register(factory: Factory) -> Factory:
         if not PLUGINS.is_own(factory.__module__):

@@ -20,45 +20,11 @@ from typing import Any
 
 import vpipe.app.families
 from vpipe import Model
-from vpipe.app.families.lora import LoraSettings
+from vpipe.app.families import ModelSettings as ModelSettings
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
 
 PLUGINS = PluginGroup("vpipe.models", "model")
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """The model of a config file, for the factory of any family; None = the family's own default.
-
-    ``vocab_size`` is known by now (-1, the data set's, is resolved before). ``num_layers`` counts blocks as
-    in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
-    which groups of the ``num_heads`` share. ``experts`` is the number of those that replace each MLP,
-    ``balance_weight`` that of their loss of balance (:mod:`vpipe.app.families.experts`). ``dropout`` is a probability
-    and replaces every dropout of the family.
-    ``packed``: samples have several texts, and the model reads the place of each token in its text, ``positions``.
-    ``lora``: adapters are trained alone, see :meth:`Family.model`; a factory need not know it.
-    ``overrides`` holds the content of a ``config_file``, such as a Hugging Face config. ``options`` is an instance of
-    the family's class of :func:`register_model`; None for a family without.
-    """
-
-    vocab_size: int
-    preset: str | None = None
-    hidden_size: int | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    sequence_length: int | None = None
-    dropout: float | None = None
-    tie_weights: bool | None = None
-    packed: bool = False
-    experts: int | None = None
-    experts_per_token: int | None = None
-    balance_weight: float | None = None
-    lora: LoraSettings | None = None
-    overrides: Mapping[str, object] = field(default_factory=dict)
-    options: Any = None
-
 
 Factory = Callable[[ModelSettings], Model]
 
@@ -115,8 +81,7 @@ class Family:
         presets: sizes by name, for ``vpipe init``.
         datasets: names of the data sets that it is trained on, for ``vpipe init``, which leaves out a family without;
             the first is taken without the user's data.
-        reads: of a package's family: which of num_kv_heads, packed, experts, experts_per_token and balance_weight it
-            takes from its settings; a config that sets another is refused.
+        reads: of a package's family: which of :data:`vpipe.app.families.KEYS` it reads; a config may set no other.
     """
 
     factory: Factory
