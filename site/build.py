@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from vpipe.schedules import RegisteredSchedule
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -26,6 +28,7 @@ LINK = re.compile(r"(\[([^][]*)\])\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 PAGES = ("docs/", "site/pages/", *(f"{docs.relative_to(ROOT)}/" for docs in sorted(ROOT.glob("vpipe/extras/*/docs"))))
 IMAGES = (".svg", ".png")
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
+GENERATORS = "<!-- every generator -->"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 
 
@@ -60,7 +63,7 @@ class Pages:
         if file.is_dir():
             target.write_text(self._linked(name, listing(name, self._files)))
         elif file.suffix in (".md", ".ipynb"):
-            text = notebook(file) if file.suffix == ".ipynb" else file.read_text()
+            text = notebook(file) if file.suffix == ".ipynb" else file.read_text().replace(GENERATORS, generators())
             target.write_text(self._linked(name, text))
         elif name.startswith(PAGES) or file.suffix in IMAGES:
             shutil.copyfile(file, target)
@@ -100,6 +103,13 @@ def title(page: Path, linked_from: str) -> str:
     chinese = page.with_suffix(".zh.md")
     page = chinese if linked_from.endswith(".zh.md") and chinese.is_file() else page
     return page.read_text().partition("# ")[2].partition("\n")[0]
+
+
+def generators() -> str:
+    """Return the generators of the schedules in docs/schedules.md, in its order, for a page of the API."""
+    names = re.findall(r"^### (\w+)$", (ROOT / "docs" / "schedules.md").read_text(), re.MULTILINE)
+    found = [RegisteredSchedule.named(name).program for name in names]
+    return "\n\n".join(f"::: {program.__module__}.{program.__name__}" for program in found)
 
 
 def listing(folder: str, files: list[str]) -> str:

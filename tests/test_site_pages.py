@@ -94,8 +94,8 @@ def test_objects_of_the_api_exist() -> None:
             assert re.search(rf"^(?:class |def |from .* import .*|){attribute}\b", source, re.MULTILINE), name
 
 
-def test_schedules_of_the_api_are_all_that_are_registered() -> None:
-    page = (SITE / "pages" / "api" / "generators.md").read_text()
+def test_schedules_of_the_api_are_all_that_are_registered(gathered: Path) -> None:
+    page = (gathered / "api" / "generators.md").read_text()
     files = (ROOT / "vpipe" / "schedules" / "generators").glob("*.py")
     made = {f"{file.stem}.{name}" for file in files
             for name in re.findall(r"^@register_schedule\([^@]*?^def (\w+)", file.read_text(), re.MULTILINE)}
