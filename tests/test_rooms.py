@@ -24,7 +24,7 @@ from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision
 from vpipe.accelerator import KINDS
 from vpipe.app.config.config import Config
 from vpipe.app.config.validation import section_of
-from vpipe.description.description import Description
+from vpipe.description import Description
 
 ROOT = Path(__file__).parent.parent / "vpipe"
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_integer, check_path, shown
 from vpipe.checkpoint.manifest import Position, view_of
+from vpipe.description import Description
 from vpipe.description.cut import Cut, StageSpec
-from vpipe.description.description import Description
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order
 from vpipe.description.precision import FP32, Precision

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from profiles import KIB, any_profile, frozen, layer, profile, transformer
 
 from vpipe import Asynchronous, Cut, Order
-from vpipe.description.recompute import Recompute
+from vpipe.description.cut import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.prediction import predict

@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vpipe import Cut, Layer, Model, Order, Pipeline, Plan
 from vpipe.accelerator import seeded
 from vpipe.app.train.optimizers import OptimizerSettings
-from vpipe.description import Executor
-from vpipe.description.description import Description
+from vpipe.description import Description, Executor
 from vpipe.description.precision import Precision
 from vpipe.description.transfers import CODECS
 from vpipe.distributed.init import join_world

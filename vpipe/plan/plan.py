@@ -11,9 +11,8 @@ from types import NoneType
 from typing import Any, ClassVar
 
 from vpipe.arguments import Arguments, check_path
-from vpipe.description.cut import Cut, Placement
+from vpipe.description.cut import MOST_LAYERS, Cut, Placement, layers_outside, ranges
 from vpipe.description.order import Order
-from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json, read_record, replace_text
 from vpipe.plan.stage_costs import StageMemory, combined_memory, taken_bytes

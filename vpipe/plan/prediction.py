@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from vpipe.description.cut import Cut, stage_specs, ties_between
+from vpipe.description.cut import Cut, ranges, stage_specs, ties_between
 from vpipe.description.order import Order
-from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile

@@ -9,8 +9,8 @@ from itertools import chain
 from pkgutil import resolve_name
 
 from vpipe.checkpoint.manifest import View
+from vpipe.description import Description
 from vpipe.description.cut import StageSpec, Ties, kept_inputs
-from vpipe.description.description import Description
 from vpipe.description.execution import Executor
 from vpipe.description.transfers import COMPRESSION, TRANSPORTS
 from vpipe.distributed.device import DeviceMap

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.checkpoint.manifest import View
+from vpipe.description import Description
 from vpipe.description.cut import StageSpec
-from vpipe.description.description import Description
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange, limit_groups
 from vpipe.distributed.value_exchange import DOING, Exchange

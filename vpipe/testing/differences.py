@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.description.description import Description
+from vpipe.description import Description
 from vpipe.description.transfers import COMPRESSION, TRANSPORTS
 from vpipe.errors import RunError
 from vpipe.model.model import Model

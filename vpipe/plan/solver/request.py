@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from vpipe.description.recompute import Recompute
+from vpipe.description.cut import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
