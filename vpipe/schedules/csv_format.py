@@ -22,6 +22,7 @@ from functools import lru_cache
 from itertools import chain, takewhile
 from pathlib import Path
 
+from vpipe.description.order import is_path
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
 from vpipe.schedules import kinds
@@ -76,10 +77,7 @@ class CsvFile:
         said += [f"{self.pairs} OVERLAP_F_B: each taken as one action after the other"] if self.pairs else []
         return f"{self.schedule.name}: {'; '.join(said)}" if said else None
 
-    @staticmethod
-    def is_path(text: str) -> bool:
-        """Tell whether a text that names a schedule is the path of a file."""
-        return isinstance(text, str) and text.endswith(".csv")  # anything but text is refused as a name
+    is_path = staticmethod(is_path)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CsvFile:

@@ -1,15 +1,17 @@
-"""Prepare the schedule that a user asks for, by name or as a file, for a run: build it, lower it and prove it."""
+"""From a description to programs: build the schedule that a user asks for, by name or as a file, lower it, prove it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from vpipe.description.cut import Cut
-from vpipe.description.order import Order
+from vpipe.description.cut import Cut, StageSpec, ties_between
+from vpipe.description.execution import Execution
+from vpipe.description.order import Order, is_path
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment, passes
-from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, with_recompute
+from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
@@ -24,6 +26,53 @@ from vpipe.schedules.size import (
     first_missing,
     widened,
 )
+
+
+class Divisible(Protocol):
+    """What has layers: a model."""
+
+    def split(self, partition: Sequence[int]) -> Sequence[StageSpec]:
+        """Return the stages of so many layers each."""
+
+
+def prepare_schedule(model: Divisible | None, cut: Cut, order: Order, microbatches: int, execution: Execution, *,
+                     needs_norms: bool, zero1: bool = False, ranks: int | None = None,
+                     proved: bool = False) -> Schedule:
+    """Return the lowered and proved schedule that a pipeline of these parts runs.
+
+    Args:
+        model: None where only the ranks matter: then the schedule exchanges no weights that stages share.
+        cut: with the layers of every stage.
+        needs_norms: whether an update depends on the norms of gradients.
+        zero1: whether each replica of a stage steps a part of its parameters.
+        ranks: how many processes there are; None where the schedule says it.
+        proved: whether another process proves the same schedule at the same time.
+
+    Raises:
+        UserError: the parts do not fit each other.
+    """
+    if execution.threaded and (refused := RegisteredSchedule.threads_refused(order.schedule)):
+        raise UserError(f"the executor is {execution.executor}, {refused[0]}", hint=refused[1])
+    found = {} if model is None else ties_between(model.split(cut.partition))
+    ties = {owner: tuple(borrowers) for owner, borrowers in found.items()}
+    schedule = described(order, cut, microbatches, ranks, ties, meshed=execution.mesh is not None)
+    if execution.threaded:
+        schedule = reverse_backwards(schedule)
+    if execution.data is not None and not schedule.flush:
+        raise UserError(f"'{schedule.name}' has no flush, but weights that fully_shard divides have one version",
+                        hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
+    # Without a flush a stage knows its norms by itself, unless each replica has a part of them.
+    schedule = lower(schedule, needs_norms and (schedule.flush or zero1), execution.data is not None, zero1)
+    if not proved:
+        check(schedule)
+    if execution.backend is not None and schedule.split_backwards:
+        raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
+                        "and a compiled layer shows none",
+                        hint="choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile")
+    if execution.backend is not None and schedule.offloaded_stages:
+        raise UserError(f"'{schedule.name}' offloads activations, and a compiled layer saves its own way",
+                        hint="leave OFFLOAD out of the schedule, or do not compile")
+    return replace(schedule)  # without its graph, which takes more memory than the actions
 
 
 def described(order: Order, cut: Cut, microbatches: int, processes: int | None = None,
@@ -45,7 +94,7 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
                               ("update_every", order.late.update_every, MOST_MICROBATCHES)):
         if isinstance(value, int) and value > most:  # before any list is made of them
             raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
-    if CsvFile.is_path(order.schedule):
+    if is_path(order.schedule):
         schedule = _from_file(order, cut, microbatches)
         _check_ranks(schedule.placement, order, cut, processes, meshed)
         if schedule.microbatches % schedule.assignment.per_step:
