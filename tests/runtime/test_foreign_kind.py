@@ -42,7 +42,7 @@ from vpipe.schedules.registry import register_schedule
 
 MEAN = Value("average of weights", bytes=lambda cost: cost.version_bytes)
 {kind} = register_kind(Kind(
-    "{kind}", "average of weights", UPDATE, "{package}:average", generated=True,
+    "{kind}", "average of weights", UPDATE, "{package}:average",
     needs=lambda at, stage, update, rank: [(UPDATED, stage, update)], seconds=lambda cost: cost.step_s / 2,
     makes=((MEAN, 0),), memory=Memory(leaves=(MEAN,)), colour="#d0bfff"))
 
@@ -174,8 +174,7 @@ def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def made(text: str, **row: Any) -> Kind:
     """A kind of the test."""
-    return Kind(text, "kind of a test", row.pop("counts", MICROBATCH), row.pop("runs", "averaging:average"),
-                generated=True, **row)
+    return Kind(text, "kind of a test", row.pop("counts", MICROBATCH), row.pop("runs", "averaging:average"), **row)
 
 
 def with_kind(kind: Kind, place: int = 1) -> Schedule:

@@ -451,7 +451,8 @@ def nothing_freed_is_used(schedule: Schedule) -> None:
                     freed.pop((value, stage, index), None)
                 freed |= {(value, stage, index): action for value in op.memory.frees
                           if graph.maker(value, stage, index, rank, position) is not None}
-            freed |= dict.fromkeys(op.ends(schedule.setting, stage, index, rank), action)
+            if op.makes_version:
+                freed |= dict.fromkeys(kinds.gradients_of(schedule.setting, stage, index, rank), action)
 
 
 def gathered_weights(schedule: Schedule) -> None:
