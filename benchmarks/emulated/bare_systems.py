@@ -14,8 +14,7 @@ from orders import ORDERS, Order
 from system import System, Updates
 
 from vpipe.schedules.action import Op
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.size import Placement
+from vpipe.schedules.assignment import Assignment, Placement
 
 
 class Boxes:

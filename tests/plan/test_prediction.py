@@ -19,11 +19,11 @@ from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Op
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.loads import peak_contents
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout
 
 
 def equal(layers: int = 4, *, step_s: float = 0.0, cores: int | None = None) -> Profile:

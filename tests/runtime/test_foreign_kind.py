@@ -24,6 +24,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules import kinds, registry
 from vpipe.schedules.action import Action, step
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, StageCosts
@@ -31,7 +32,6 @@ from vpipe.schedules.kinds import GRADIENT, MICROBATCH, SAVED, Kind, Value, regi
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout
 
 PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an action behind every step."""
 

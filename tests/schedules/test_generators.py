@@ -13,6 +13,7 @@ from proved import prove, texts
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Op
+from vpipe.schedules.assignment import Size, both_ways
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.kinds import HALF, SAVED
@@ -20,7 +21,6 @@ from vpipe.schedules.loads import peak
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Size, both_ways
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int | None = None,

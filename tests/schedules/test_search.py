@@ -13,6 +13,7 @@ from proved import prove, texts
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Layout, Placement, Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
@@ -21,7 +22,6 @@ from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import Timeline, simulate
-from vpipe.schedules.size import Layout, Placement, Size
 
 V_OF_4 = Layout.ZIGZAG(4, 2)
 

@@ -16,8 +16,7 @@ from vpipe.description.order import Order
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json, read_record, replace_text
 from vpipe.plan.stage_costs import StageMemory, combined_memory, taken_bytes
-from vpipe.schedules.assignment import passes
-from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS
+from vpipe.schedules.assignment import MOST_MICROBATCHES, MOST_RANKS, passes
 
 
 @dataclass(frozen=True)

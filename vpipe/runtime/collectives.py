@@ -41,9 +41,8 @@ from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equa
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.assignment import describe_rank
+from vpipe.schedules.assignment import Placement, describe_rank
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

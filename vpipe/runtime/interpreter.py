@@ -20,14 +20,13 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, Setting, TiedVersionOf
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
 from vpipe.schedules.graph import Flow
 from vpipe.schedules.loads import StreamVersions
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.setting import Setting, TiedVersionOf
 from vpipe.schedules.transfer_order import StreamOrder, TransferOrder, in_one_order
 
 MIDDLE = "the middle of an update: its stages are at different versions"

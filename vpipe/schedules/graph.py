@@ -13,10 +13,8 @@ from functools import cached_property
 from vpipe.errors import UserError
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, Placement, Setting
 from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Kind, Needed, Value
-from vpipe.schedules.setting import Setting
-from vpipe.schedules.size import Placement
 
 Spot = tuple[int, int]
 """The place of an action: (rank, position in its program). The position after the last action is the end."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
+from vpipe.schedules.assignment import Setting
 from vpipe.schedules.costs import Number, StageCosts
-from vpipe.schedules.setting import Setting
 
 MICROBATCH, UPDATE, VERSION = "microbatch", "update", "version"
 """What the index of an action counts."""

@@ -39,12 +39,10 @@ from functools import partial
 from itertools import chain, islice
 
 from vpipe.schedules.action import Action, Kind, Op
-from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.assignment import Assignment, Setting, default_warmup, stages_of_rank
 from vpipe.schedules.graph import carried, receive_of
 from vpipe.schedules.kinds import UPDATE
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.setting import Setting
-from vpipe.schedules.size import default_warmup
 from vpipe.schedules.transfer_order import post_in_time
 
 

@@ -10,22 +10,23 @@ from vpipe.description.cut import Cut, StageSpec, ties_between
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order, is_path
 from vpipe.errors import UserError, counted
-from vpipe.schedules.assignment import Assignment, passes
+from vpipe.schedules.assignment import (
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    MOST_STAGES,
+    Assignment,
+    Placement,
+    check_work,
+    first_missing,
+    passes,
+    widened,
+)
 from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import (
-    MOST_MICROBATCHES,
-    MOST_RANKS,
-    MOST_STAGES,
-    Placement,
-    check_work,
-    first_missing,
-    widened,
-)
 
 
 class Divisible(Protocol):

@@ -12,20 +12,23 @@ from typing import ClassVar
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
-from vpipe.schedules.graph import Graph, Spot
-from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, SAVED, Value
-from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations, versions_used
-from vpipe.schedules.setting import Setting
-from vpipe.schedules.size import (
+from vpipe.schedules.assignment import (
     MOST_ACTIONS,
     MOST_MICROBATCHES,
     MOST_RANKS,
     MOST_STAGES,
+    Assignment,
     Placement,
+    Setting,
     check_work,
     default_warmup,
+    describe_rank,
+    passes,
+    stages_of_rank,
 )
+from vpipe.schedules.graph import Graph, Spot
+from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, SAVED, Value
+from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations, versions_used
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many

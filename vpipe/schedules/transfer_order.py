@@ -15,10 +15,9 @@ from itertools import islice
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.assignment import Assignment, Setting, stages_of_rank
 from vpipe.schedules.graph import Flow, OnRank, other_ends
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.setting import Setting
 
 
 def post_in_time(schedule: Schedule) -> Schedule:
