@@ -21,8 +21,8 @@ from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Op
 from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
-from vpipe.schedules.loads import peak_contents
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import peak_contents
 from vpipe.schedules.simulator.timeline import simulate
 
 

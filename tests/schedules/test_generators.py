@@ -17,9 +17,8 @@ from vpipe.schedules.assignment import Size, both_ways
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.kinds import HALF, SAVED
-from vpipe.schedules.loads import peak
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, peak
 from vpipe.schedules.simulator.timeline import simulate
 
 

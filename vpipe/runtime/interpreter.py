@@ -23,10 +23,9 @@ from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, Setting, TiedVersionOf
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
 from vpipe.schedules.graph import Flow
-from vpipe.schedules.loads import StreamVersions
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, StreamVersions
 from vpipe.schedules.transfer_order import StreamOrder, TransferOrder, in_one_order
 
 MIDDLE = "the middle of an update: its stages are at different versions"

@@ -14,9 +14,8 @@ from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, Placement, Size, default_warmup, stages_of_rank
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.kinds import SAVED, UPDATE
-from vpipe.schedules.loads import peak
 from vpipe.schedules.registry import Limits, RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, peak
 
 
 def build(name: str, placement: Placement | int, microbatches: int, update_every: int | None = None,

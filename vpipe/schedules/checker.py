@@ -27,8 +27,7 @@ from vpipe.schedules.kinds import (
     Needed,
     Value,
 )
-from vpipe.schedules.loads import VersionRegister, count_of, moments, stage_loads
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, VersionRegister, count_of, moments, stage_loads
 from vpipe.schedules.transfer_order import in_one_order
 
 

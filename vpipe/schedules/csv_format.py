@@ -29,8 +29,7 @@ from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, step
 from vpipe.schedules.assignment import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
 from vpipe.schedules.kinds import SAVED
-from vpipe.schedules.loads import StagePeaks, peak
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, StagePeaks, peak
 
 LARGEST_BYTES = 8 << 20
 """A file beyond this is no schedule: 250,000 forwards and backwards with all of their transfers take 7 MB."""

@@ -24,9 +24,8 @@ from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.graph import receive_of
 from vpipe.schedules.kinds import Kind
-from vpipe.schedules.loads import recomputations
 from vpipe.schedules.lowering import add_transfers
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, recomputations
 
 
 @dataclass(slots=True)
