@@ -27,8 +27,8 @@ from vpipe.schedules.kinds import (
     Needed,
     Value,
 )
+from vpipe.schedules.lowering import in_one_order
 from vpipe.schedules.schedule import Schedule, VersionRegister, count_of, moments, stage_loads
-from vpipe.schedules.transfer_order import in_one_order
 
 
 def check(schedule: Schedule) -> None:
@@ -413,7 +413,7 @@ def no_deadlock(schedule: Schedule) -> None:
 def no_deadlock_in_one_order(schedule: Schedule) -> None:
     """Check that every rank reaches its end when it does one transfer at a time, in an order that all ranks keep to.
 
-    nccl asks for that: see :class:`vpipe.schedules.transfer_order.TransferOrder`.
+    nccl asks for that: see :class:`vpipe.schedules.lowering.TransferOrder`.
     """
     stuck = in_one_order(schedule)[1] if schedule.setting.is_lowered else {}
     if stuck:
