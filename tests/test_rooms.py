@@ -204,7 +204,7 @@ def test_the_files_that_the_map_names_exist() -> None:
             and not any(file.endswith(f"/{name}") for file in here)] == []
 
 
-MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/builder.py", "schedules/lowering.py",
+MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/builder.py", "schedules/lowering.py",
                   "schedules/generators/", "schedules/search/", "runtime/", "testing/strategies.py",
                   "extras/async_threaded/")
 """The table, what makes actions (generators, lowering, the search, a strategy), and what executes them."""

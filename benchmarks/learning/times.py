@@ -24,10 +24,10 @@ from training import PIPEDREAM, optimizer
 
 from vpipe.plan.profile import Identity
 from vpipe.profiling import measure
-from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search

@@ -18,9 +18,9 @@ from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
-from vpipe.schedules.action import Op
 from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
+from vpipe.schedules.kinds import Op
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import peak_contents
 from vpipe.schedules.simulator.timeline import simulate

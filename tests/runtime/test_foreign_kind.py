@@ -23,19 +23,18 @@ from vpipe.app.cli import main
 from vpipe.errors import CheckError, UserError
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules import kinds, registry
-from vpipe.schedules.action import Action, step
 from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.kinds import GRADIENT, MICROBATCH, SAVED, Kind, Value, register_kind
+from vpipe.schedules.kinds import GRADIENT, MICROBATCH, SAVED, Action, Kind, Value, register_kind, step
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 
 PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an action behind every step."""
 
-from vpipe.schedules.action import Action
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.generators.one_f_one_b import one_f_one_b
 from vpipe.schedules.kinds import UPDATE, UPDATED, Kind, Memory, Value, register_kind
 from vpipe.schedules.registry import register_schedule

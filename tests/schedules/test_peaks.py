@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from proved import prove
 
-from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Layout
-from vpipe.schedules.kinds import HALF, SAVED
+from vpipe.schedules.kinds import HALF, SAVED, Action
 from vpipe.schedules.schedule import RankPeaks, Schedule, StagePeaks, count_of, moments, stage_loads
 
 

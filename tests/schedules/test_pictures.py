@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 
-from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Size, stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate

@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Placement, widened
 from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule

@@ -19,10 +19,10 @@ from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, Worker
-from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, Setting, TiedVersionOf
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
 from vpipe.schedules.graph import Flow
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.lowering import Lowering, StreamOrder, TransferOrder, in_one_order, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule, StreamVersions

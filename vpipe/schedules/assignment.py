@@ -19,12 +19,6 @@ from itertools import count
 from math import lcm
 
 from vpipe.description.cut import Placement as Placement
-from vpipe.errors import UserError, counted
-
-MOST_STAGES, MOST_RANKS, MOST_MICROBATCHES = 1024, 16_384, 65_536
-
-MOST_ACTIONS = 250_000
-"""Forwards and backwards of a schedule whose actions are listed: to prove it takes half a minute and 300 MB."""
 
 PlacementRule = Callable[[int, int], Placement]
 """``rule(ranks, chunks)``: the ranks of each of the ``ranks * chunks`` stages of a pipeline. :class:`Layout` and
@@ -113,25 +107,6 @@ def first_missing(ranks: Iterable[int]) -> int:
     """Return the smallest number, from 0 on, that is no rank's."""
     present = set(ranks)
     return next(number for number in count() if number not in present)
-
-
-def check_work(ranks: int, microbatches: int, chunks: int = 1, *, replicated: bool = False, why: str = "",
-               most: int = MOST_ACTIONS) -> None:
-    """Refuse a schedule that takes too long to prove, before any of it is made.
-
-    Args:
-        ranks: of all replicas.
-        replicated: some are replicas. Their sums cost no more than what is counted.
-        why: explains the number of microbatches, where nobody asked for it.
-
-    Raises:
-        UserError: with the numbers.
-    """
-    actions = 2 * ranks * microbatches * chunks
-    if actions > most:
-        raise UserError(f"{counted(ranks, 'rank')} and {counted(microbatches, 'microbatch')}{why} are {actions:,} "
-                        f"forwards and backwards{' or parts of sums' * replicated}",
-                        hint=f"stay below {most:,}: use fewer microbatches, stages or replicas")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
-from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, Placement, Size, default_warmup, stages_of_rank
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.kinds import SAVED, UPDATE
+from vpipe.schedules.kinds import SAVED, UPDATE, Action, Op, forward
 from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule, peak
 

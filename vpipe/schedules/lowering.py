@@ -45,10 +45,9 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import Action, Kind, Op
 from vpipe.schedules.assignment import Assignment, Setting, default_warmup, stages_of_rank
 from vpipe.schedules.graph import Flow, OnRank, carried, other_ends, receive_of
-from vpipe.schedules.kinds import UPDATE
+from vpipe.schedules.kinds import UPDATE, Action, Kind, Op
 from vpipe.schedules.schedule import Schedule
 
 

@@ -10,17 +10,7 @@ from vpipe.description.cut import Cut, StageSpec, ties_between
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order, is_path
 from vpipe.errors import UserError, counted
-from vpipe.schedules.assignment import (
-    MOST_MICROBATCHES,
-    MOST_RANKS,
-    MOST_STAGES,
-    Assignment,
-    Placement,
-    check_work,
-    first_missing,
-    passes,
-    widened,
-)
+from vpipe.schedules.assignment import Assignment, Placement, first_missing, passes, widened
 from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
@@ -89,10 +79,11 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     Raises:
         UserError: the numbers do not fit each other or the schedule.
     """
-    for name, value, most in (("stages", cut.count, MOST_STAGES), ("chunks", order.chunks, MOST_STAGES),
-                              ("ranks", cut.ranks, MOST_RANKS), ("microbatches", microbatches, MOST_MICROBATCHES),
-                              ("slices", order.slices, MOST_MICROBATCHES),
-                              ("update_every", order.late.update_every, MOST_MICROBATCHES)):
+    for name, value, most in (
+            ("stages", cut.count, Schedule.MOST_STAGES), ("chunks", order.chunks, Schedule.MOST_STAGES),
+            ("ranks", cut.ranks, Schedule.MOST_RANKS), ("microbatches", microbatches, Schedule.MOST_MICROBATCHES),
+            ("slices", order.slices, Schedule.MOST_MICROBATCHES),
+            ("update_every", order.late.update_every, Schedule.MOST_MICROBATCHES)):
         if isinstance(value, int) and value > most:  # before any list is made of them
             raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
     if is_path(order.schedule):
@@ -121,8 +112,8 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
         deepest = max(size.stages, size.ranks, *(view.warmup + 1 for view in views)) * max(map(len, placement))
         microbatches = 4 * -(-deepest // per_step) * per_step
         why = f", which prove a stream of '{registered.name}',"
-    check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
-               replicated=max(map(len, placement)) > 1, why=why)
+    Schedule.check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
+                        replicated=max(map(len, placement)) > 1, why=why)
     return build(order.schedule, placement, microbatches, None if registered.flush else size.update_every, ties,
                  cut.recomputing, warmup=warmup, slices=slices)
 
@@ -144,9 +135,9 @@ def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: in
         raise UserError(f"'{registered.name}' holds {chunks} stages on each rank, which do not divide "
                         f"{counted(stages, 'stage')}",
                         hint=f"use {f'{low} or ' if low else ''}{high} stages")
-    if ranks * replicas > MOST_RANKS:
+    if ranks * replicas > Schedule.MOST_RANKS:
         raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
-                        hint=f"use {MOST_RANKS:,} ranks at most")
+                        hint=f"use {Schedule.MOST_RANKS:,} ranks at most")
     return widened(registered.placement(ranks, chunks), replicas)
 
 

@@ -16,9 +16,9 @@ from typing import ClassVar
 import vpipe.schedules.generators
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plugins import PluginGroup
-from vpipe.schedules.action import Action
-from vpipe.schedules.assignment import MOST_MICROBATCHES, Layout, Placement, PlacementRule, Size, default_warmup
+from vpipe.schedules.assignment import Layout, Placement, PlacementRule, Size, default_warmup
 from vpipe.schedules.costs import Number
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.schedule import Schedule
 
 Program = Callable[..., Iterator[Action]]
@@ -230,8 +230,8 @@ class RegisteredSchedule:
                             hint="give the forwards of every stage before its first backward, or leave it out")
         if given == list(least):
             return
-        if not isinstance(given, str) and max(given) > MOST_MICROBATCHES:
-            raise UserError(f"warmup_depth is {given}", hint=f"give {MOST_MICROBATCHES:,} at most")
+        if not isinstance(given, str) and max(given) > Schedule.MOST_MICROBATCHES:
+            raise UserError(f"warmup_depth is {given}", hint=f"give {Schedule.MOST_MICROBATCHES:,} at most")
         if not self.any_warmup:
             others = ", ".join(other.name for other in RegisteredSchedule.imported() if other.any_warmup)
             why = "has a flush" if self.flush else "has an order of its own"

@@ -16,25 +16,12 @@ from fractions import Fraction
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
-from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.assignment import (
-    MOST_ACTIONS,
-    MOST_MICROBATCHES,
-    MOST_RANKS,
-    MOST_STAGES,
-    Assignment,
-    Placement,
-    Setting,
-    check_work,
-    default_warmup,
-    describe_rank,
-    passes,
-    stages_of_rank,
-)
+from vpipe.description.cut import Placement
+from vpipe.errors import CheckError, UserError, counted
+from vpipe.schedules.assignment import Assignment, Setting, default_warmup, describe_rank, passes, stages_of_rank
 from vpipe.schedules.costs import Costs, Number
-from vpipe.schedules.graph import Graph, Spot
-from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, RECOMPUTED, SAVED, UPDATED, Needed, Value
+from vpipe.schedules.graph import Graph, Spot, with_exchanges
+from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED, Action, Kind, Needed, Value
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many
@@ -61,10 +48,11 @@ class Schedule:
         slices: of every microbatch, along its sequence; what counts microbatches above then counts slices.
     """
 
-    MOST_STAGES: ClassVar[int] = MOST_STAGES
-    MOST_RANKS: ClassVar[int] = MOST_RANKS
-    MOST_MICROBATCHES: ClassVar[int] = MOST_MICROBATCHES
-    MOST_ACTIONS: ClassVar[int] = MOST_ACTIONS
+    MOST_STAGES: ClassVar[int] = 1024
+    MOST_RANKS: ClassVar[int] = 16_384
+    MOST_MICROBATCHES: ClassVar[int] = 65_536
+    MOST_ACTIONS: ClassVar[int] = 250_000
+    """Forwards and backwards of a schedule whose actions are listed: to prove it takes half a minute and 300 MB."""
 
     name: str
     placement: Placement
@@ -80,7 +68,26 @@ class Schedule:
     frozen: int = 0
     slices: int = 1
 
-    check_work, default_warmup = staticmethod(check_work), staticmethod(default_warmup)
+    default_warmup = staticmethod(default_warmup)
+
+    @staticmethod
+    def check_work(ranks: int, microbatches: int, chunks: int = 1, *, replicated: bool = False, why: str = "",
+                   most: int = MOST_ACTIONS) -> None:
+        """Refuse a schedule that takes too long to prove, before any of it is made.
+
+        Args:
+            ranks: of all replicas.
+            replicated: some are replicas. Their sums cost no more than what is counted.
+            why: explains the number of microbatches, where nobody asked for it.
+
+        Raises:
+            UserError: with the numbers.
+        """
+        actions = 2 * ranks * microbatches * chunks
+        if actions > most:
+            raise UserError(f"{counted(ranks, 'rank')} and {counted(microbatches, 'microbatch')}{why} are {actions:,} "
+                            f"forwards and backwards{' or parts of sums' * replicated}",
+                            hint=f"stay below {most:,}: use fewer microbatches, stages or replicas")
 
     @property
     def stages(self) -> int:
@@ -99,10 +106,9 @@ class Schedule:
     @cached_property
     def setting(self) -> Setting:
         """What the rows of :mod:`vpipe.schedules.kinds` ask about the pipeline."""
-        there = frozenset[Value]().union(*(kind.made for kind in self.kinds))
-        return Setting(self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
-                       is_lowered=self.is_lowered, normed=NORMS in there, sharded=GATHERED in there,
-                       zero1=EXCHANGED in there)
+        return with_exchanges(Setting(
+            self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
+            is_lowered=self.is_lowered), self.kinds)
 
     @cached_property
     def graph(self) -> Graph:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from vpipe.schedules.action import Action, Op, step, weight_half
 from vpipe.schedules.assignment import Layout
+from vpipe.schedules.kinds import Action, Op, step, weight_half
 from vpipe.schedules.registry import register_schedule
 
 PERIOD = 6

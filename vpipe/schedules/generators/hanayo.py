@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from vpipe.errors import Problem
-from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Layout, Size
 from vpipe.schedules.generators.zb_v import VPhases
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.registry import register_schedule
 
 

@@ -20,10 +20,9 @@ from itertools import accumulate
 from math import lcm
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.graph import receive_of
-from vpipe.schedules.kinds import Kind
+from vpipe.schedules.kinds import Action, Kind
 from vpipe.schedules.lowering import add_transfers
 from vpipe.schedules.schedule import Schedule, recomputations
 
