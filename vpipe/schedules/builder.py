@@ -212,6 +212,8 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
     if not placement or microbatches < 1:
         raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
                         hint="a pipeline needs at least one of each")
+    if warmup is not None:
+        registered.check_warmup(list(map(len, placement)), warmup)
     chunks, groups, own_ranks = _groups(registered, placement)
     widths = [len(group) for group in groups]
     most = max(map(len, placement))
@@ -226,9 +228,7 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
     after = tuple(sum((width - 1) * slices + 1 for width in widths[position:]) - 1
                   for position in range(len(widths))) if shared else default_warmup(widths)
     depth = max(after) + 1
-    if warmup is not None:
-        registered.check_warmup(widths, warmup)
-    ahead = after if warmup is None else tuple(warmup)
+    ahead = after if warmup is None or not registered.any_warmup else tuple(warmup)
     every = _update_every(registered, max(ahead) + 1, microbatches, update_every, ahead == after)
     views: dict[int, ReplicaView] = {}
     by_rank = dict(zip(own_ranks, ahead, strict=True))

@@ -101,10 +101,7 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     registered.check_slices(slices)
     placement = placed(registered, order, cut, processes)
     _check_ranks(placement, order, cut, processes, meshed)
-    if order.warmup is not None:
-        registered.check_warmup(list(map(len, placement)), order.warmup)
-    warmup = order.warmup if registered.any_warmup else None
-    views = replica_views(registered, placement, microbatches, order.late.update_every, warmup)
+    views = replica_views(registered, placement, microbatches, order.late.update_every, order.warmup)
     size, why = views[placement[0][0]].size, ""
     if not registered.flush:
         # The part of a stream that is proved: see vpipe.schedules.checker.check.
@@ -115,7 +112,7 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     Schedule.check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
                         replicated=max(map(len, placement)) > 1, why=why)
     return build(order.schedule, placement, microbatches, None if registered.flush else size.update_every, ties,
-                 cut.recomputing, warmup=warmup, slices=slices)
+                 cut.recomputing, warmup=order.warmup, slices=slices)
 
 
 def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: int | None = None) -> Placement:
