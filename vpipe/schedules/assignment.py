@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from itertools import count
 from math import lcm
 
 from vpipe.description.cut import Placement as Placement
@@ -101,12 +100,6 @@ def default_warmup(widths: Sequence[int]) -> tuple[int, ...]:
     first one comes back. ``widths`` are the replicas of every stage.
     """
     return tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
-
-
-def first_missing(ranks: Iterable[int]) -> int:
-    """Return the smallest number, from 0 on, that is no rank's."""
-    present = set(ranks)
-    return next(number for number in count() if number not in present)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from vpipe.description.order import is_path
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
 from vpipe.schedules import kinds
-from vpipe.schedules.assignment import Placement, first_missing
+from vpipe.schedules.assignment import Placement
 from vpipe.schedules.kinds import SAVED, Action, step
 from vpipe.schedules.schedule import Schedule, StagePeaks, peak
 
@@ -229,7 +229,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
     if len(home) > Schedule.MOST_STAGES:
         raise UserError(f"there are {len(home)} stages", hint=f"use {Schedule.MOST_STAGES:,} at most",
                         where=rows[0][0].where)
-    if (missing := first_missing(home)) < len(home):
+    if (missing := next((number for number, stage in enumerate(sorted(home)) if number != stage), None)) is not None:
         last = home[max(home)]
         raise UserError(f"stage {missing} is in no row, but stage {max(home)} is: {last}",
                         hint=_numbered(len(home), "stage"), where=last.where)

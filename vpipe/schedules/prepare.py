@@ -10,7 +10,7 @@ from vpipe.description.cut import Cut, StageSpec, ties_between
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order, is_path
 from vpipe.errors import UserError, counted
-from vpipe.schedules.assignment import Assignment, Placement, first_missing, passes, widened
+from vpipe.schedules.assignment import Assignment, Placement, passes, widened
 from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
@@ -150,7 +150,7 @@ def _check_ranks(placement: Placement, order: Order, cut: Cut, processes: int | 
                         f"{cut.count}", hint="list the ranks of every stage")
     if used[0] < 0:
         raise UserError(f"the placement {given} names rank {used[0]}", hint="number the ranks from 0 without a gap")
-    if (missing := first_missing(used)) < used[-1]:
+    if (missing := next((number for number, rank in enumerate(used) if number != rank), None)) is not None:
         raise UserError(f"the placement {given} names ranks up to {used[-1]}, but never rank {missing}",
                         hint="number the ranks from 0 without a gap")
     for rank in used if order.chunks is not None else ():
