@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from vpipe.schedules.assignment import Placement
 from vpipe.schedules.builder import build, reverse_backwards
 from vpipe.schedules.checker import check
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 
 
 def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,

@@ -22,10 +22,10 @@ from vpipe import Cut, Execution, Order
 from vpipe.app.cli import main
 from vpipe.plan.plan import Plan
 from vpipe.runtime import prepare_schedule
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.size import Layout
 
 VPIPE = Path(sys.executable).with_name("vpipe")
 

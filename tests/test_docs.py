@@ -30,11 +30,11 @@ from vpipe.app.config.validation import Section, section_of
 from vpipe.app.visualize.summary import RankCosts, Summary
 from vpipe.errors import UserError
 from vpipe.schedules import registry
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),

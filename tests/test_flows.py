@@ -17,8 +17,8 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.runtime import prepare_schedule
 from vpipe.schedules import Action
 
-CEILINGS = {"actions of microbatches": 10, "an update": 33, "description to programs": 24,
-            "makers of a schedule's graph": 1, "slices": 40, "ZeRO-1": 26}
+CEILINGS = {"actions of microbatches": 10, "an update": 32, "description to programs": 16,
+            "makers of a schedule's graph": 1, "slices": 39, "ZeRO-1": 24}
 """They fall, never rise; aims are 12 for an update, 10, 1, 20 and 20."""
 
 SOURCES = [file for file in FILES if tier_of(room_of(file)) == LIBRARY]

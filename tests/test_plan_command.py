@@ -23,7 +23,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.plan.solver.solve import solve
 from vpipe.schedules import registry
-from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 
 pytestmark = pytest.mark.jobs

@@ -24,7 +24,7 @@ from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision
 from vpipe.accelerator import KINDS
 from vpipe.app.config.config import Config
 from vpipe.app.config.validation import section_of
-from vpipe.description.description import Description
+from vpipe.description import Description
 
 ROOT = Path(__file__).parent.parent / "vpipe"
 
@@ -204,7 +204,7 @@ def test_the_files_that_the_map_names_exist() -> None:
             and not any(file.endswith(f"/{name}") for file in here)] == []
 
 
-MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/builder.py", "schedules/lowering.py",
+MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/builder.py", "schedules/lowering.py",
                   "schedules/generators/", "schedules/search/", "runtime/", "testing/strategies.py",
                   "extras/async_threaded/")
 """The table, what makes actions (generators, lowering, the search, a strategy), and what executes them."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from public_names import file_of
 from test_docs import FENCE, anchors
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,7 @@ def test_objects_of_the_api_exist() -> None:
     for page in (SITE / "pages" / "api").glob("*.md"):
         for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE):
             module, _, attribute = name.rpartition(".")
-            source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+            source = file_of(module).read_text()
             assert re.search(rf"^(?:class |def |from .* import .*|){attribute}\b", source, re.MULTILINE), name
 
 

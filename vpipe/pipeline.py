@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_integer, check_path, shown
 from vpipe.checkpoint.manifest import Position, view_of
+from vpipe.description import Description
 from vpipe.description.cut import Cut, StageSpec
-from vpipe.description.description import Description
 from vpipe.description.execution import Execution
 from vpipe.description.order import Order
 from vpipe.description.precision import FP32, Precision
@@ -38,7 +38,6 @@ from vpipe.runtime.microbatches import Batch, MicrobatchLoader
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
 from vpipe.runtime.pipeline_checkpoint import ShardedState, load_pipeline, save_pipeline
-from vpipe.runtime.pipeline_schedule import prepare_schedule
 from vpipe.runtime.stage_layers import NARROW
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
@@ -47,6 +46,7 @@ from vpipe.runtime.training import Pauses
 from vpipe.runtime.transport.process_group import is_idle
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.delays import mean_delay
+from vpipe.schedules.prepare import prepare_schedule
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 
@@ -210,7 +210,7 @@ class Pipeline:
 
         Args:
             description: its cut has the layers of every stage.
-            schedule: lowered, as :func:`~vpipe.runtime.pipeline_schedule.prepare_schedule` returns it.
+            schedule: lowered, as :func:`~vpipe.schedules.prepare.prepare_schedule` returns it.
             world: the ranks, as :func:`~vpipe.distributed.init.join_world` returns them.
         """
         assert len(world.lanes.own) in (1, schedule.ranks), f"{world.lanes} for {schedule.ranks} ranks"

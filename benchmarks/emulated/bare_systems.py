@@ -13,9 +13,8 @@ from device import WIDTH, pause
 from orders import ORDERS, Order
 from system import System, Updates
 
-from vpipe.schedules.action import Op
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.size import Placement
+from vpipe.schedules.assignment import Assignment, Placement
+from vpipe.schedules.kinds import Op
 
 
 class Boxes:

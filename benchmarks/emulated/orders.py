@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from case import Case
 from torch.distributed.pipelining import schedules as torchs
 
+from vpipe.schedules.assignment import Placement, Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Placement, Size
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from vpipe_systems import emulated_model
 
 from vpipe import Asynchronous, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
-from vpipe.schedules.size import Layout
+from vpipe.schedules.assignment import Layout
 
 UPDATES, WINDOWS = 40, 3
 

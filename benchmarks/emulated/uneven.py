@@ -32,14 +32,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
 from torch_systems import updates
 
-from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.assignment import Layout, Placement, stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout, Placement
 
 RANKS, MICROBATCHES = 4, 8
 HOP_S = 0.001

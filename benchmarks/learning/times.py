@@ -24,14 +24,14 @@ from training import PIPEDREAM, optimizer
 
 from vpipe.plan.profile import Identity
 from vpipe.profiling import measure
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Size
 
 FILE = Path(__file__).parent / "costs.json"
 UPDATES = 12

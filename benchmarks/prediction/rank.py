@@ -25,7 +25,7 @@ from vpipe.plan.profile import Profile
 from vpipe.profiling import RankGroup, measure
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Action, RecordedAction
+from vpipe.schedules.kinds import Action, RecordedAction
 
 TIMEOUT_S = 120
 MICROBATCHES = 8

@@ -27,7 +27,7 @@ from models import rich_batches  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from vpipe.distributed.watchdog import watch  # noqa: E402
-from vpipe.schedules.action import Action, Op  # noqa: E402
+from vpipe.schedules.kinds import Action, Op  # noqa: E402
 
 SIZE = 512
 

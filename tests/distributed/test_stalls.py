@@ -14,7 +14,7 @@ from watched_ranks import PACE, Ranks, Waiting, until
 from vpipe.distributed.failure_detector import RankState, Wait, WatchdogTiming
 from vpipe.distributed.wait_graph import MOST_SHOWN, LongWaits
 from vpipe.distributed.watchdog import Activity
-from vpipe.schedules.action import backward, forward
+from vpipe.schedules.kinds import backward, forward
 
 SOON = replace(PACE, silent_s=20.0, long_s=0.4)
 

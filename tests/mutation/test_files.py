@@ -110,7 +110,7 @@ def test_csv_that_is_no_schedule(text: str, what: str, tmp_path: Path) -> None:
 def test_a_schedule_that_takes_too_long_to_prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s.csv").write_text("0F0,0F1\n1F0,1F1,1B0\n")
     assert CsvFile.read(tmp_path / "s.csv").schedule.stages == 2
-    monkeypatch.setattr("vpipe.schedules.csv_format.MOST_ACTIONS", 4)
+    monkeypatch.setattr("vpipe.schedules.schedule.Schedule.MOST_ACTIONS", 4)
     csv_format._read_once.cache_clear()
     found = refusal(lambda: CsvFile.read(tmp_path / "s.csv").schedule)
     assert f"has more than 4 forwards and backwards ({tmp_path / 's.csv'}:2)" in str(found)

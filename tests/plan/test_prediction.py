@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from profiles import KIB, any_profile, frozen, layer, profile, transformer
 
 from vpipe import Asynchronous, Cut, Order
-from vpipe.description.recompute import Recompute
+from vpipe.description.cut import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
-from vpipe.schedules.action import Op
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
-from vpipe.schedules.loads import peak_contents
+from vpipe.schedules.kinds import Op
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import peak_contents
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout
 
 
 def equal(layers: int = 4, *, step_s: float = 0.0, cores: int | None = None) -> Profile:

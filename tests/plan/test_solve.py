@@ -25,9 +25,9 @@ from vpipe.plan.solver.solve import solve
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import stage_costs, stage_memory
 from vpipe.schedules import registry
-from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import StageCosts
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 
 

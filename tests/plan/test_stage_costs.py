@@ -9,8 +9,8 @@ from profiles import KIB, layer, profile
 
 from vpipe.plan.profile import LinkProfile, Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_costs, stage_memory
+from vpipe.schedules.assignment import Placement
 from vpipe.schedules.costs import Link
-from vpipe.schedules.size import Placement
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vpipe import Cut, Layer, Model, Order, Pipeline, Plan
 from vpipe.accelerator import seeded
 from vpipe.app.train.optimizers import OptimizerSettings
-from vpipe.description import Executor
-from vpipe.description.description import Description
+from vpipe.description import Description, Executor
 from vpipe.description.precision import Precision
 from vpipe.description.transfers import CODECS
 from vpipe.distributed.init import join_world
@@ -40,7 +39,7 @@ from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
 from vpipe.schedules import kinds
-from vpipe.schedules.action import RecordedAction
+from vpipe.schedules.kinds import RecordedAction
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing import ReferencePrecision, evaluate_oracle
 

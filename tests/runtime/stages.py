@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vpipe import Model
-from vpipe.description.recompute import recomputed_layers
+from vpipe.description.cut import recomputed_layers
 from vpipe.runtime.stage import Stage
 
 

@@ -17,7 +17,7 @@ from vpipe.errors import RunError
 from vpipe.runtime import action_recorder as trace
 from vpipe.runtime import values as kept
 from vpipe.runtime.microbatches import Batch
-from vpipe.schedules.action import Kind, Op, RecordedAction, RecordedEvaluation
+from vpipe.schedules.kinds import Kind, Op, RecordedAction, RecordedEvaluation
 
 SETTINGS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "stages": 3, "recompute": [0.5, 1.0, 0.0], "grad_clip": 0.5},

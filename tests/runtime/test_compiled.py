@@ -17,9 +17,7 @@ from torch._dynamo.utils import counters
 
 from vpipe import Cut, Execution, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.compiled import check_compiled
-from vpipe.schedules.builder import build
-from vpipe.schedules.size import Layout
+from vpipe.runtime.compiled import check_compiler
 
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -116,7 +114,7 @@ def test_without_a_compiler_inductor_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "g++-99")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no g\+\+-99"):
-        check_compiled("inductor", build("1f1b", Layout.LOOP(2, 1), 4), torch.device("cpu"))
+        check_compiler("inductor", torch.device("cpu"))
 
 
 @pytest.mark.system

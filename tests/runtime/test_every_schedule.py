@@ -14,10 +14,10 @@ from oracles import DECAY_AND_CLIP, AdamW, Momentum, assert_same, equals_its_ora
 
 from vpipe import Pipeline, Update
 from vpipe.runtime.transport.transport import InProcessTransport, TransferKey
-from vpipe.schedules.action import Action, Op, input_half, weight_half
+from vpipe.schedules.assignment import Layout, Size
 from vpipe.schedules.builder import build
+from vpipe.schedules.kinds import Action, Op, input_half, weight_half
 from vpipe.schedules.registry import _REGISTERED, RegisteredSchedule
-from vpipe.schedules.size import Layout, Size
 
 FLUSH = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).flush]
 STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]

@@ -19,7 +19,7 @@ from vpipe import Model, Pipeline
 from vpipe.description import Executor
 from vpipe.runtime.transport.process_group import DistributedTransport
 from vpipe.runtime.transport.transport import SPECS_SPEC, TensorSpec, TransferKey, TransferKind, specs_as_tensor
-from vpipe.schedules.action import Action
+from vpipe.schedules.kinds import Action
 
 # -- jobs ---------------------------------------------------------------------------------------------
 

@@ -23,26 +23,25 @@ from vpipe.app.cli import main
 from vpipe.errors import CheckError, UserError
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules import kinds, registry
-from vpipe.schedules.action import Action, step
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.kinds import GRADIENT, MICROBATCH, SAVED, Kind, Value, register_kind
+from vpipe.schedules.kinds import GRADIENT, MICROBATCH, SAVED, Action, Kind, Value, register_kind, step
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout
 
 PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an action behind every step."""
 
-from vpipe.schedules.action import Action
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.generators.one_f_one_b import one_f_one_b
 from vpipe.schedules.kinds import UPDATE, UPDATED, Kind, Memory, Value, register_kind
 from vpipe.schedules.registry import register_schedule
 
 MEAN = Value("average of weights", bytes=lambda cost: cost.version_bytes)
 {kind} = register_kind(Kind(
-    "{kind}", "average of weights", UPDATE, "{package}:average", generated=True,
+    "{kind}", "average of weights", UPDATE, "{package}:average",
     needs=lambda at, stage, update, rank: [(UPDATED, stage, update)], seconds=lambda cost: cost.step_s / 2,
     makes=((MEAN, 0),), memory=Memory(leaves=(MEAN,)), colour="#d0bfff"))
 
@@ -174,8 +173,7 @@ def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def made(text: str, **row: Any) -> Kind:
     """A kind of the test."""
-    return Kind(text, "kind of a test", row.pop("counts", MICROBATCH), row.pop("runs", "averaging:average"),
-                generated=True, **row)
+    return Kind(text, "kind of a test", row.pop("counts", MICROBATCH), row.pop("runs", "averaging:average"), **row)
 
 
 def with_kind(kind: Kind, place: int = 1) -> Schedule:

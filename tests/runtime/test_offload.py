@@ -16,7 +16,7 @@ from vpipe import Model, Pipeline
 from vpipe.runtime.offload import SavedTensors
 from vpipe.runtime.values import storage_of
 from vpipe.schedules import registry
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.registry import Program, RegisteredSchedule
 
 

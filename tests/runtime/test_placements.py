@@ -16,9 +16,9 @@ from world import World
 from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.schedules import registry
-from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.assignment import Placement, both_ways
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Placement, both_ways
 
 
 def in_turn(ranks: int, chunks: int) -> Placement:

@@ -29,7 +29,7 @@ from vpipe.plan.stage_costs import SUM_BYTES, combined_memory
 from vpipe.profiling import RankGroup, measure
 from vpipe.runtime.action_recorder import labelled
 from vpipe.runtime.reducer import BUCKET_BYTES
-from vpipe.schedules.action import RecordedAction
+from vpipe.schedules.kinds import RecordedAction
 
 pytestmark = pytest.mark.jobs
 

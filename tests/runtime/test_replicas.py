@@ -27,12 +27,12 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.transport.transport import InProcessTransport, TransferKey, TransferKind
-from vpipe.schedules.action import Op
+from vpipe.schedules.assignment import Placement, both_ways
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
+from vpipe.schedules.kinds import Op
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Placement, both_ways
 from vpipe.testing import evaluate_oracle
 
 BOTH_WAYS = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).layout is both_ways]

@@ -18,14 +18,13 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from world import World
 
 from vpipe.errors import UserError
-from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.assignment import Layout, Placement, stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
-from vpipe.schedules.size import Layout, Placement
 
 pytestmark = pytest.mark.jobs
 

@@ -21,7 +21,7 @@ from vpipe.runtime import values
 from vpipe.runtime.activations import Record
 from vpipe.runtime.worker import Worker
 from vpipe.schedules import kinds
-from vpipe.schedules.action import Action
+from vpipe.schedules.kinds import Action
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules import kinds
-from vpipe.schedules.action import (
+from vpipe.schedules.kinds import (
     Action,
     Op,
     RecordedAction,

@@ -10,14 +10,14 @@ from proved import prove
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError
-from vpipe.schedules.action import Op
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
 from vpipe.schedules.checker import channel_order, execute, matching, precedence
 from vpipe.schedules.graph import Graph
+from vpipe.schedules.kinds import Op
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout
 
 
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))

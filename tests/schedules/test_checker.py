@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from proved import prove
 
 from vpipe.errors import CheckError
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import RULES, check, execute
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout
 from vpipe.testing import schedules
 
 

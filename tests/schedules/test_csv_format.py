@@ -18,14 +18,14 @@ from proved import prove
 from torch.distributed.pipelining import schedules as theirs
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Layout, both_ways
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import LARGEST_BYTES, CsvFile
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, both_ways
 
 Order = Mapping[int, Sequence[Any]]
 

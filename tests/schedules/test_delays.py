@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.delays import greatest_delay, mean_delay
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout
 
 PLACEMENTS = [Layout.LOOP(1), Layout.LOOP(4), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3,)), ((0,), (1, 2, 3), (4, 5))]
 

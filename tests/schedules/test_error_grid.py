@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.schedule import MARK, SIDE, draw_grid
-from vpipe.schedules.size import Layout
 
 
 def programs(*texts: str) -> list[list[Action]]:

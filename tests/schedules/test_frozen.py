@@ -8,14 +8,14 @@ import pytest
 from proved import prove
 
 from vpipe.errors import CheckError
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, StageCosts
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.prepare import with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout
 
 
 def test_frozen_stages_only_send_forward() -> None:

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proved import texts
 
-from vpipe.schedules.action import Action, Op, forward
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, Layout, Placement
 from vpipe.schedules.builder import build, replica_views, stream_program
-from vpipe.schedules.loads import StreamVersions
+from vpipe.schedules.kinds import Action, Op, forward
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, Placement
+from vpipe.schedules.schedule import Schedule, StreamVersions
 
 
 def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from proved import prove
 
-from vpipe.schedules.action import Action
-from vpipe.schedules.kinds import HALF, SAVED
-from vpipe.schedules.loads import RankPeaks, StagePeaks, count_of, moments, stage_loads
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout
+from vpipe.schedules.assignment import Layout
+from vpipe.schedules.kinds import HALF, SAVED, Action
+from vpipe.schedules.schedule import RankPeaks, Schedule, StagePeaks, count_of, moments, stage_loads
 
 
 def parsed(program: str) -> list[Action]:

@@ -6,14 +6,13 @@ import inspect
 
 import pytest
 
-from vpipe.schedules.action import Action, Op
-from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.assignment import Size, stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Size
 
 SIZES = {"zb_h1": (3, 4), "zb_h2": (3, 5), "gpipe": (3, 4), "1f1b": (3, 4),  # ranks and microbatches; others 2 and 4
          "chimera": (4, 4), "dualpipe": (4, 8), "seq1f1b": (3, 2)}

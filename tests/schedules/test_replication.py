@@ -14,18 +14,17 @@ from proved import prove
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action, Op
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, Placement, both_ways, widened
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Placement, both_ways, widened
 from vpipe.testing import placements, ties
 
 ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")

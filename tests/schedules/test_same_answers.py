@@ -20,15 +20,15 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Placement, widened
 from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Placement, widened
 
 OLD = json.loads(Path(__file__).with_name("answers.json").read_text())
 RANDOM = 10_000

@@ -14,11 +14,11 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import UserError
 from vpipe.schedules import registry
-from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.delays import mean_delay
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.prepare import described
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
-from vpipe.schedules.size import Layout
 from vpipe.testing import version_rule
 
 

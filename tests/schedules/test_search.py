@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from proved import prove, texts
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Layout, Placement, Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import Timeline, simulate
-from vpipe.schedules.size import Layout, Placement, Size
 
 V_OF_4 = Layout.ZIGZAG(4, 2)
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from test_simulate import by_hand, times
 
 from vpipe.errors import UserError
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.simulator.event_loop import SharedCores
 from vpipe.schedules.simulator.timeline import Event, simulate
-from vpipe.schedules.size import Layout
 
 TWO = StageCosts(2, 1, 1)
 

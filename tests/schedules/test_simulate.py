@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action, Op, backward, forward
+from vpipe.schedules.assignment import Layout, Placement, Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts
+from vpipe.schedules.kinds import Action, Op, backward, forward
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import Timeline, simulate
-from vpipe.schedules.size import Layout, Placement, Size
 
 HALF = Fraction(1, 2)
 

@@ -14,14 +14,14 @@ from proved import prove, texts
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
 from vpipe.errors import UserError
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Layout, Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number, ratio
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.prepare import described
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout, Size
 
 STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
 

@@ -13,15 +13,14 @@ from proved import prove, texts
 
 from vpipe.errors import CheckError, UserError
 from vpipe.runtime.interpreter import RankPrograms
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Layout, Placement, widened
 from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
 from vpipe.schedules.checker import check
 from vpipe.schedules.graph import Flow, other_ends
-from vpipe.schedules.lowering import lower
+from vpipe.schedules.kinds import Action, Op
+from vpipe.schedules.lowering import in_one_order, lower, post_in_time
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, Placement, widened
-from vpipe.schedules.transfer_order import in_one_order, post_in_time
 from vpipe.testing import orders
 
 Transfer = tuple[Action, int, int]

@@ -49,7 +49,7 @@ def arm(program: str, arguments: list[str]) -> None:
 
 def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes: Path) -> None:
     from vpipe.runtime.worker import Worker
-    from vpipe.schedules.action import Action, Op
+    from vpipe.schedules.kinds import Action, Op
 
     make = Worker.__init__
     attempt = len(list(notes.glob("samples*")))

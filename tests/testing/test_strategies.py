@@ -14,10 +14,10 @@ from torch import nn
 import vpipe.testing
 from vpipe import Model, Pipeline, Plan
 from vpipe.errors import UserError
+from vpipe.schedules.assignment import Placement
 from vpipe.schedules.checker import check
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 from vpipe.testing import assert_equals_oracle, orders, partitions, placements, plans, schedules, ties
 
 pytestmark = pytest.mark.jobs

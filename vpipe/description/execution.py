@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vpipe.arguments import Arguments, shown
-from vpipe.errors import UserError
+from vpipe.errors import UserError, nearest
 from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+DEFAULT_BACKEND = "inductor"
+"""Of torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Execution:
             divide all their parameters over it.
 
     Raises:
-        UserError: a value is of another kind.
+        UserError: a value is of another kind, or torch.compile has no such backend.
     """
 
     device: torch.device | str | None = None
@@ -104,6 +107,12 @@ class Execution:
         if not isinstance(self.compile, bool | None):
             given.name("compile", self.compile, "aot_eager")
         given.check()
+        if (backend := self.backend) is not None:
+            import torch  # here, for a config is read without torch
+
+            if backend not in torch.compiler.list_backends(exclude_tags=()):
+                raise UserError(f"torch.compile has no backend '{backend}'",
+                                hint=nearest(backend, (DEFAULT_BACKEND, "aot_eager", "eager", "cudagraphs")))
         Executor.named(self.executor)
 
     @property
@@ -123,4 +132,4 @@ class Execution:
     @property
     def backend(self) -> str | None:
         """The backend of torch.compile: torch's default one for True; None where layers are not compiled."""
-        return ("inductor" if self.compile is True else str(self.compile)) if self.compile else None
+        return (DEFAULT_BACKEND if self.compile is True else str(self.compile)) if self.compile else None

@@ -9,6 +9,11 @@ from dataclasses import KW_ONLY, dataclass
 from vpipe.arguments import Arguments, as_number
 
 
+def is_path(text: str) -> bool:
+    """Tell whether a text that names a schedule is the path of a file."""
+    return isinstance(text, str) and text.endswith(".csv")  # anything but text is refused as a name
+
+
 @dataclass(frozen=True)
 class Order:
     """A schedule, its stages per rank, and the slices of its microbatches.

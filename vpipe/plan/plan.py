@@ -11,14 +11,13 @@ from types import NoneType
 from typing import Any, ClassVar
 
 from vpipe.arguments import Arguments, check_path
-from vpipe.description.cut import Cut, Placement
+from vpipe.description.cut import MOST_LAYERS, Cut, Placement, layers_outside, ranges
 from vpipe.description.order import Order
-from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json, read_record, replace_text
 from vpipe.plan.stage_costs import StageMemory, combined_memory, taken_bytes
 from vpipe.schedules.assignment import passes
-from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS
+from vpipe.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -361,11 +360,11 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
             refuse(f"{key} is {content[key]!r}", remedy)
     depths = content.get("warmup_depth")
     if depths and (not isinstance(depths, list) or len(depths) != stages
-                   or not all(type(depth) is int and 0 <= depth <= MOST_MICROBATCHES for depth in depths)):
+                   or not all(type(depth) is int and 0 <= depth <= Schedule.MOST_MICROBATCHES for depth in depths)):
         refuse(f"warmup_depth is {depths!r} for {stages} stages", "give the forwards of each stage before its first "
                f"backward, such as {list(range(stages - 1, -1, -1))}")
-    for key, most in (("microbatches", MOST_MICROBATCHES), ("update_every", MOST_MICROBATCHES),
-                      ("slices", MOST_MICROBATCHES), ("tensor", MOST_RANKS)):
+    for key, most in (("microbatches", Schedule.MOST_MICROBATCHES), ("update_every", Schedule.MOST_MICROBATCHES),
+                      ("slices", Schedule.MOST_MICROBATCHES), ("tensor", Schedule.MOST_RANKS)):
         value = content.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= most):
             refuse(f"{key} is {value!r}", f"give a whole number, 1 to {most:,}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from vpipe.description.cut import Cut, stage_specs, ties_between
+from vpipe.description.cut import Cut, ranges, stage_specs, ties_between
 from vpipe.description.order import Order
-from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
@@ -15,10 +14,9 @@ from vpipe.plan.stage_costs import kept_bytes, pipeline_costs, stage_memory
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED
-from vpipe.schedules.loads import peak_contents
 from vpipe.schedules.prepare import described, placed, proved, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, peak_contents
 from vpipe.schedules.simulator.timeline import SimulatedSteps, Timeline, lengthened, simulate_steps
 
 

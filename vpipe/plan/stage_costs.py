@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from vpipe.description.cut import kept_inputs, stage_specs
-from vpipe.description.recompute import ranges
+from vpipe.description.cut import kept_inputs, ranges, stage_specs
 from vpipe.plan.profile import LayerProfile, Profile
+from vpipe.schedules.assignment import Placement
 from vpipe.schedules.costs import Costs, Link, StageCosts
-from vpipe.schedules.size import Placement
 
 
 def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (), split: bool = False,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vpipe.lazy import lazy
+from vpipe.schedules.prepare import prepare_schedule
 
 if TYPE_CHECKING:
     from vpipe.runtime import transport
-    from vpipe.runtime.pipeline_schedule import prepare_schedule
     from vpipe.runtime.slices import check_slices
     from vpipe.runtime.stage_usage import StageUsage
     from vpipe.runtime.step_results import Step
@@ -21,5 +21,4 @@ __all__ = ["StageUsage", "Step", "Worker", "check_slices", "prepare_schedule", "
 
 # Loaded when first asked for: a config is read without torch.
 __getattr__ = lazy(__name__, {
-    "StageUsage": "stage_usage", "Step": "step_results", "Worker": "worker",
-    "check_slices": "slices", "prepare_schedule": "pipeline_schedule"})
+    "StageUsage": "stage_usage", "Step": "step_results", "Worker": "worker", "check_slices": "slices"})

@@ -19,8 +19,7 @@ from vpipe.runtime.microbatches import Signature
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.values import ActivationCounter, bytes_of
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
-from vpipe.schedules.kinds import GATHERED
+from vpipe.schedules.kinds import GATHERED, Action, Kind, RecordedAction, RecordedEvaluation
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""

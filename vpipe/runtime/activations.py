@@ -1,7 +1,7 @@
 """Hold the activations of a microbatch from its forward to its backward, or drop and recompute them (activation
 checkpointing).
 
-:mod:`vpipe.description.recompute` says which layers recompute; a span of them is dropped and recomputed as one. The
+:mod:`vpipe.description.cut` says which layers recompute; a span of them is dropped and recomputed as one. The
 backward recomputes, or an action of the schedule ahead of it (``R``).
 """
 

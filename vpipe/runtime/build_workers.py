@@ -9,15 +9,15 @@ from itertools import chain
 from pkgutil import resolve_name
 
 from vpipe.checkpoint.manifest import View
+from vpipe.description import Description
 from vpipe.description.cut import StageSpec, Ties, kept_inputs
-from vpipe.description.description import Description
 from vpipe.description.execution import Executor
 from vpipe.description.transfers import COMPRESSION, TRANSPORTS
 from vpipe.distributed.device import DeviceMap
 from vpipe.errors import UserError
 from vpipe.model.model import Model
 from vpipe.runtime.companions import Companion, Extrapolation, WeightAverage
-from vpipe.runtime.compiled import check_compiled, compile_layers
+from vpipe.runtime.compiled import check_compiler, compile_layers
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
 from vpipe.runtime.optimizer_step import LossScaler, OptimizerSteps
 from vpipe.runtime.p2p import P2PTransfers
@@ -86,7 +86,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     here = [stage for stages in built.values() for stage in stages.values()]
     make_worker = worker_class(Executor.named(execution.executor))
     if (backend := execution.backend) is not None:
-        check_compiled(backend, schedule, world.own)
+        check_compiler(backend, world.own)
         compile_layers([layer for stage in here for layer in stage.modules.values()], backend)
     group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
     codecs = description.transfers.codecs(len(placement))

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.checkpoint.manifest import View
+from vpipe.description import Description
 from vpipe.description.cut import StageSpec
-from vpipe.description.description import Description
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange, limit_groups
 from vpipe.distributed.value_exchange import DOING, Exchange
@@ -41,9 +41,8 @@ from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equa
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.assignment import describe_rank
+from vpipe.schedules.assignment import Placement, describe_rank
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

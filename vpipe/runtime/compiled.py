@@ -11,34 +11,16 @@ import torch
 from torch import nn
 
 from vpipe import accelerator
-from vpipe.errors import UserError, nearest
-from vpipe.schedules.schedule import Schedule
+from vpipe.description.execution import DEFAULT_BACKEND
+from vpipe.errors import UserError
 
-DEFAULT_BACKEND = "inductor"
 VARIANTS = 16
 """Variants of a layer's code: two batch shapes (a smaller last batch), training, evaluation, recomputation, dtypes."""
 
 
-def check_compiled(backend: str, schedule: Schedule, device: torch.device | None = None) -> None:
-    """Refuse a backend that torch does not have, or that cannot work here or under this schedule.
-
-    Args:
-        device: of this process; None where it is another's.
-
-    Raises:
-        UserError: one of these.
-    """
-    if backend not in torch.compiler.list_backends(exclude_tags=()):
-        raise UserError(f"torch.compile has no backend '{backend}'",
-                        hint=nearest(backend, (DEFAULT_BACKEND, "aot_eager", "eager", "cudagraphs")))
-    if schedule.split_backwards:
-        raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
-                        "and a compiled layer shows none",
-                        hint="choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile")
-    if schedule.offloaded_stages:
-        raise UserError(f"'{schedule.name}' offloads activations, and a compiled layer saves its own way",
-                        hint="leave OFFLOAD out of the schedule, or do not compile")
-    if backend == DEFAULT_BACKEND and device is not None:
+def check_compiler(backend: str, device: torch.device) -> None:
+    """Refuse the default backend where nothing here compiles its code for this device."""
+    if backend == DEFAULT_BACKEND:
         compiler = os.environ.get("CXX", "g++")
         if device.type == "cpu" and shutil.which(compiler) is None and shutil.which("clang++") is None:
             raise UserError(f"compiling for a processor needs a C++ compiler, and there is no {compiler}",

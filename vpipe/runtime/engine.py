@@ -11,8 +11,8 @@ from functools import cached_property
 from torch import Tensor
 
 from vpipe.checkpoint.manifest import Position, View
+from vpipe.description import Description
 from vpipe.description.cut import StageSpec, ties_between
-from vpipe.description.description import Description
 from vpipe.distributed.device import DeviceMap
 from vpipe.errors import UserError
 from vpipe.model.model import Model

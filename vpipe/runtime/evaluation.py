@@ -20,8 +20,7 @@ from vpipe.runtime.outputs import Outputs, interleaved, joined
 from vpipe.runtime.step_results import read_at_once
 from vpipe.runtime.surroundings import Surroundings
 from vpipe.runtime.values import LOSS, WANTED
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.size import Placement
+from vpipe.schedules.assignment import Assignment, Placement
 
 
 class Evaluation:

@@ -19,16 +19,13 @@ from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, Worker
-from vpipe.schedules.action import Action
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, Setting, TiedVersionOf
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
 from vpipe.schedules.graph import Flow
-from vpipe.schedules.loads import StreamVersions
-from vpipe.schedules.lowering import Lowering, lower
+from vpipe.schedules.kinds import Action
+from vpipe.schedules.lowering import Lowering, StreamOrder, TransferOrder, in_one_order, lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.setting import Setting, TiedVersionOf
-from vpipe.schedules.transfer_order import StreamOrder, TransferOrder, in_one_order
+from vpipe.schedules.schedule import Schedule, StreamVersions
 
 MIDDLE = "the middle of an update: its stages are at different versions"
 
@@ -46,7 +43,7 @@ class RankPrograms:
 
     Args:
         recompute: stages that recompute activations.
-        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.transfer_order`.
+        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.lowering`.
     """
 
     def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from vpipe import accelerator
-from vpipe.description.description import Description
+from vpipe.description import Description
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange
 from vpipe.errors import RunError

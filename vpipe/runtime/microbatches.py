@@ -16,8 +16,8 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError, counted
 from vpipe.runtime.label_weights import CLASSES_ALIKE, Weigh
 from vpipe.runtime.slices import SequenceSlice
-from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.kinds import Action
 
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from vpipe.description.description import Description
+from vpipe.description import Description
 from vpipe.errors import Problem, UserError, counted
 from vpipe.model.model import Model
 

@@ -34,7 +34,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of, is_of_torch
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.size import Placement
+from vpipe.schedules.assignment import Placement
 
 NUMBERS = {"int": torch.int64, "float": torch.float64}
 """Kinds of numbers in an optimizer's state, and the dtype that holds each exactly."""

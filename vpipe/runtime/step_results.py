@@ -15,8 +15,8 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.runtime.values import LOSS
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.schedule import Schedule
 
 

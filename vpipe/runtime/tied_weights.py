@@ -29,10 +29,8 @@ from vpipe.runtime.stage_optimizer import first_of
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.values import Values
 from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, Placement, Setting, borrowing_ranks
 from vpipe.schedules.kinds import TIED_GRADIENT, TIED_VERSION
-from vpipe.schedules.setting import Setting, borrowing_ranks
-from vpipe.schedules.size import Placement
 
 _WEIGHTS, _GRADIENTS = TransferKind.TIED_WEIGHTS, TransferKind.TIED_GRADIENTS
 _VALUES = {_WEIGHTS: TIED_VERSION, _GRADIENTS: TIED_GRADIENT}

@@ -34,9 +34,8 @@ from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TransferKind, Transport
 from vpipe.runtime.values import LOSS, WANTED
 from vpipe.schedules import kinds
-from vpipe.schedules.action import Action, Kind, Op
-from vpipe.schedules.kinds import CARRIED, CARRIED_GRADIENT, HALF, OFFLOADED, SAVED
-from vpipe.schedules.setting import TiedVersionOf
+from vpipe.schedules.assignment import TiedVersionOf
+from vpipe.schedules.kinds import CARRIED, CARRIED_GRADIENT, HALF, OFFLOADED, SAVED, Action, Kind, Op
 
 IsSplit = Callable[[int, int], bool]
 """(stage, microbatch) -> whether its backward comes in two halves."""

@@ -8,12 +8,12 @@ from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
     from vpipe.schedules import delays, kinds
-    from vpipe.schedules.action import Action, RecordedAction
     from vpipe.schedules.builder import build, outline
     from vpipe.schedules.checker import check
     from vpipe.schedules.costs import Costs
     from vpipe.schedules.csv_format import CsvFile
     from vpipe.schedules.graph import Dependencies
+    from vpipe.schedules.kinds import Action, RecordedAction
     from vpipe.schedules.lowering import lower
     from vpipe.schedules.registry import RegisteredSchedule, register_schedule
     from vpipe.schedules.schedule import Schedule
@@ -24,7 +24,7 @@ __all__ = ["Action", "Costs", "CsvFile", "Dependencies", "RecordedAction", "Regi
 
 # Loaded when first asked for: what reads a config must not wait for the simulator.
 __getattr__ = lazy(__name__, {
-    "Action": "action", "RecordedAction": "action", "build": "builder", "check": "checker",
+    "Action": "kinds", "RecordedAction": "kinds", "build": "builder", "check": "checker",
     "Costs": "costs", "CsvFile": "csv_format", "Dependencies": "graph", "lower": "lowering",
     "RegisteredSchedule": "registry", "register_schedule": "registry",
     "outline": "builder", "Schedule": "schedule", "Timeline": "simulator.timeline", "simulate": "simulator.timeline"})

@@ -1,4 +1,4 @@
-"""Assign microbatches to the replicas of stages and to updates.
+"""The pipeline that a schedule is for: its size, the placement of its stages, the assignment of microbatches.
 
 With a flush an update takes all microbatches. Without one it takes ``update_every`` on every replica of its stage. The
 last update of a stream takes the microbatches that are left; a replica may have none of it.
@@ -11,12 +11,95 @@ Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2, 1F1B with round-ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from math import lcm
 
-from vpipe.schedules.size import Placement
+from vpipe.description.cut import Placement as Placement
+
+PlacementRule = Callable[[int, int], Placement]
+"""``rule(ranks, chunks)``: the ranks of each of the ``ranks * chunks`` stages of a pipeline. :class:`Layout` and
+:func:`both_ways` are some; any function may be another."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The numbers that a schedule is made for; for a replica, those of its own pipeline.
+
+    Attributes:
+        ranks: p, how many work at once.
+        microbatches: m, per optimizer step with a flush, of the whole stream without.
+        chunks: v, stages per rank that a microbatch passes.
+        update_every: microbatches per optimizer step.
+        even: all stages have equally many replicas.
+        warmup: by rank, its forwards before its first backward; those of 1F1B where it is empty.
+        slices: n, of every microbatch.
+    """
+
+    ranks: int
+    microbatches: int
+    chunks: int
+    update_every: int
+    even: bool = True
+    warmup: tuple[int, ...] = ()
+    slices: int = 1
+
+    def warmup_of(self, rank: int) -> int:
+        """Return the forwards of a rank before its first backward."""
+        return self.warmup[rank] if self.warmup else self.ranks - 1 - rank
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+
+class Layout(StrEnum):
+    """The placements of stages that have one rank each; a member is a :data:`PlacementRule`."""
+
+    LOOP = "loop"  # 0 1 2 3, 0 1 2 3: stage s on rank s mod p
+    ZIGZAG = "zigzag"  # 0 1 2 3, 3 2 1 0: every second time in reverse, so that neighbours at a turn share a rank
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """Return the rank that holds ``stage``."""
+        chunk, rank = divmod(stage, ranks)
+        return ranks - 1 - rank if self is Layout.ZIGZAG and chunk % 2 else rank
+
+    def stage_of(self, rank: int, chunk: int, ranks: int) -> int:
+        """Return the stage that ``rank`` holds as its ``chunk``-th, in the order in which a microbatch visits them."""
+        return chunk * ranks + self.rank_of(chunk * ranks + rank, ranks)
+
+    def __call__(self, ranks: int, chunks: int = 1) -> Placement:
+        """Return the rank of every stage."""
+        return tuple((self.rank_of(stage, ranks),) for stage in range(ranks * chunks))
+
+
+def both_ways(ranks: int, chunks: int = 1) -> Placement:
+    """Place two copies of every stage, so that even microbatches go down the ranks and odd ones up: on rank r mod p
+    and on its opposite, p-1-r. With an odd number of ranks the one in the middle is its own opposite."""
+    return tuple((rank, ranks - 1 - rank) if 2 * rank != ranks - 1 else (rank,)
+                 for (rank,) in Layout.LOOP(ranks, chunks))
+
+
+def widened(placement: Placement, replicas: int) -> Placement:
+    """Replace every rank by so many consecutive ranks: with two replicas, rank r becomes ranks 2r and 2r + 1.
+
+    Consecutive ranks are likely on one host, where the sums of gradients over replicas cost least. Where a stage has
+    several ranks already, its replicas stand in their order: ranks 0 and 3 become 0, 1, 6 and 7. So every microbatch
+    stays in one of the pipelines, which take turns.
+    """
+    return tuple(tuple(rank * replicas + replica for rank in ranks for replica in range(replicas))
+                 for ranks in placement)
+
+
+def default_warmup(widths: Sequence[int]) -> tuple[int, ...]:
+    """Return, per stage, how many forwards of a replica precede its first backward in 1F1B.
+
+    A replica of a stage with w of the R ranks of its own and later stages takes (R - 1) // w microbatches before its
+    first one comes back. ``widths`` are the replicas of every stage.
+    """
+    return tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
 
 
 @dataclass(frozen=True)
@@ -177,3 +260,102 @@ def describe_rank(placement: Placement, rank: int, lanes: Sequence[Sequence[int]
                         if rank in own), ("", rank))
     stages = stages_of_rank(placement, place)
     return f"rank {rank} ({lane}stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+
+
+TiedVersionOf = Callable[[int, int], int]
+"""(owning stage, microbatch) -> version of its weights that the owner's forward uses; in a run, both counted within the
+segment."""
+
+
+def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], rank: int) -> list[int]:
+    """Return the ranks that get the tied weights of stage ``owner`` from ``rank``, one of its replicas.
+
+    A rank that is one itself gets them from itself, a rank with replicas of several numbers from that of the lowest.
+    """
+    owners = placement[owner]
+    replica_of = dict(sorted(((borrower, replica) for stage in borrowers
+                              for replica, borrower in enumerate(placement[stage])), reverse=True))  # the lowest
+    return [borrower for replica, borrower in sorted((replica, borrower) for borrower, replica in replica_of.items())
+            if rank == (borrower if borrower in owners else owners[Assignment.replica_of(replica, len(owners))])]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Answer what the rows of :mod:`vpipe.schedules.kinds` ask about the pipeline.
+
+    Attributes:
+        assignment: of microbatches to ranks and updates.
+        ties: the stages that borrow a stage's tied weights, by owning stage.
+        tied_version_of: the version of tied weights that a microbatch uses.
+        is_lowered: there are transfers or sums. Without any, actions wait directly for those that make their inputs.
+        normed: gradient norms are exchanged before the steps.
+        sharded: the weights of stages are divided over lanes, and gathered for every update.
+        zero1: each replica of a stage steps a part of its parameters, and sends it to the others.
+    """
+
+    assignment: Assignment
+    ties: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    tied_version_of: TiedVersionOf = lambda owner, microbatch: 0
+    is_lowered: bool = True
+    normed: bool = False
+    sharded: bool = False
+    zero1: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        return self.assignment.placement
+
+    def sums(self, stage: int) -> bool:
+        """Return whether gradients of a stage are summed over replicas or lanes."""
+        return self.sharded or (self.assignment.width(stage) > 1 and self.assignment.trains(stage))
+
+    @cached_property
+    def owners(self) -> Mapping[int, Sequence[int]]:
+        """By borrowing stage, the stages that own the tied weights, in the order of ``ties``."""
+        return {stage: [owner for owner in self.ties if stage in self.ties[owner]]
+                for borrowers in self.ties.values() for stage in borrowers}
+
+    @cached_property
+    def borrowing(self) -> Mapping[int, Sequence[int]]:
+        """By owning stage, the ranks with a stage that borrows its tied weights."""
+        return {owner: sorted({rank for stage in filter(self._exists, borrowers) for rank in self.placement[stage]})
+                for owner, borrowers in self.ties.items()}
+
+    @cached_property
+    def lending(self) -> Mapping[tuple[int, int], Sequence[int]]:
+        """By owning stage and rank, the borrowing ranks that get the weights from that rank."""
+        return {(owner, rank): borrowing_ranks(self.placement, owner, borrowers, rank)
+                for owner, borrowers in self.ties.items() if all(map(self._exists, (owner, *borrowers)))
+                for rank in self.placement[owner]}
+
+    def lenders(self, owner: int, rank: int) -> list[int]:
+        """Return the ranks of an owner from which ``rank`` gets tied weights."""
+        return [lender for lender in self.placement[owner] if rank in self.lending.get((owner, lender), ())]
+
+    def lent_gradients(self, owner: int, update: int, rank: int) -> Iterable[tuple[int, int]]:
+        """Yield stage and microbatch of every gradient that ``rank`` makes for an update of the weights it borrows."""
+        for stage in self.ties.get(owner, ()):
+            if rank in self.placement[stage]:
+                for microbatch in self.assignment.share(owner, update, stage, rank):
+                    yield stage, microbatch
+
+    def gradient_senders(self, owner: int, update: int) -> list[int]:
+        """Return the ranks that send tied gradients of an update to the owner's ranks, in the order of their sends.
+
+        A rank sends after its last backward of the update, later stages before earlier ones.
+        """
+        last: dict[int, tuple[int, int]] = {}
+        for borrower in filter(self._exists, self.ties.get(owner, ())):
+            for rank in self.placement[borrower]:
+                if share := self.assignment.share(owner, update, borrower, rank):
+                    last[rank] = max(last.get(rank, (-1, 0)), (share[-1], -borrower))
+        return sorted(last, key=lambda rank: (last[rank], rank))
+
+    def gradient_senders_before(self, owner: int, update: int, rank: int) -> list[int]:
+        """Return the one of them that sends right before ``rank``; none before the first."""
+        senders = self.gradient_senders(owner, update)
+        at = senders.index(rank) if rank in senders else 0
+        return senders[max(0, at - 1):at]
+
+    def _exists(self, stage: int) -> bool:
+        return 0 <= stage < len(self.placement)

@@ -10,14 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
-from vpipe.schedules.action import Action, Op, forward
-from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.assignment import Assignment, Placement, Size, default_warmup, stages_of_rank
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.kinds import SAVED, UPDATE
-from vpipe.schedules.loads import peak
+from vpipe.schedules.kinds import SAVED, UPDATE, Action, Op, forward
 from vpipe.schedules.registry import Limits, RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement, Size, default_warmup
+from vpipe.schedules.schedule import Schedule, peak
 
 
 def build(name: str, placement: Placement | int, microbatches: int, update_every: int | None = None,
@@ -215,6 +212,8 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
     if not placement or microbatches < 1:
         raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
                         hint="a pipeline needs at least one of each")
+    if warmup is not None:
+        registered.check_warmup(list(map(len, placement)), warmup)
     chunks, groups, own_ranks = _groups(registered, placement)
     widths = [len(group) for group in groups]
     most = max(map(len, placement))
@@ -229,9 +228,7 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
     after = tuple(sum((width - 1) * slices + 1 for width in widths[position:]) - 1
                   for position in range(len(widths))) if shared else default_warmup(widths)
     depth = max(after) + 1
-    if warmup is not None:
-        registered.check_warmup(widths, warmup)
-    ahead = after if warmup is None else tuple(warmup)
+    ahead = after if warmup is None or not registered.any_warmup else tuple(warmup)
     every = _update_every(registered, max(ahead) + 1, microbatches, update_every, ahead == after)
     views: dict[int, ReplicaView] = {}
     by_rank = dict(zip(own_ranks, ahead, strict=True))

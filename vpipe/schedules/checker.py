@@ -11,25 +11,10 @@ from collections.abc import Callable
 
 from vpipe.errors import counted
 from vpipe.schedules import kinds
-from vpipe.schedules.action import Action
 from vpipe.schedules.graph import Spot, execute, other_ends
-from vpipe.schedules.kinds import (
-    EXCHANGED,
-    MICROBATCH,
-    NORMS,
-    SAVED,
-    SUM,
-    TIED_VERSION,
-    UPDATE,
-    UPDATED,
-    VERSION,
-    Kind,
-    Needed,
-    Value,
-)
-from vpipe.schedules.loads import VersionRegister, count_of, moments, stage_loads
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.transfer_order import in_one_order
+from vpipe.schedules.kinds import Action, Kind, Needed, Value
+from vpipe.schedules.lowering import in_one_order
+from vpipe.schedules.schedule import Schedule, VersionRegister, count_of, moments, stage_loads
 
 
 def check(schedule: Schedule) -> None:
@@ -106,8 +91,8 @@ def indices(schedule: Schedule) -> None:
     """Check that microbatches, updates and versions are in range; version 0 is there from the start, never sent."""
     for action, spot in schedule.actions():
         word, updates = action.op.counts, schedule.updates(action.stage)
-        first = int(word == VERSION and action.op.transfer is not None)
-        beyond = schedule.microbatches if word == MICROBATCH else updates + (word == VERSION)
+        first = int(word == kinds.VERSION and action.op.transfer is not None)
+        beyond = schedule.microbatches if word == kinds.MICROBATCH else updates + (word == kinds.VERSION)
         if not first <= action.index < beyond:
             raise schedule.error(f"{action}: there is no {word} {action.index} with "
                                  f"{counted(schedule.microbatches, 'microbatch')} and an update every "
@@ -126,7 +111,7 @@ def completeness(schedule: Schedule) -> None:
               and kind not in (forward, whole, first, second)]
     where = schedule.graph.where
     for action, spots in where.items() if not all(kind.is_own for kind in schedule.kinds) else ():
-        if action.op.counts == UPDATE and not action.op.is_own and len({rank for rank, _ in spots}) < len(spots):
+        if action.op.counts == kinds.UPDATE and not action.op.is_own and len({rank for rank, _ in spots}) < len(spots):
             raise schedule.error(f"{action} stands {len(spots)} times in the programs",
                                  f"{action.op.name} of every update at most once on a rank", spots[-1])
     for stage in range(schedule.stages):
@@ -213,7 +198,7 @@ def _why(before: Action, action: Action) -> str:
 
 def last_versions(schedule: Schedule) -> None:
     """Check that every borrower of tied weights ends with the version that their owner ends with."""
-    carrier = TIED_VERSION.carrier
+    carrier = kinds.TIED_VERSION.carrier
     assert carrier is not None, "tied weights are sent"
     for owner, borrowing in schedule.setting.borrowing.items() if schedule.setting.is_lowered else ():
         updates = schedule.updates(owner)
@@ -328,7 +313,7 @@ def reductions(schedule: Schedule) -> None:
     for stage, rank in schedule.replicas() if schedule.setting.is_lowered else ():
         if schedule.setting.sums(stage):
             for update in range(schedule.updates(stage)):
-                _once_between(schedule, SUM, stage, update, rank,
+                _once_between(schedule, kinds.SUM, stage, update, rank,
                               "sum the gradients of a replicated stage once per update, on each of its ranks, right "
                               "before the step")
 
@@ -344,7 +329,7 @@ def norms(schedule: Schedule) -> None:
         if not of_all and schedule.assignment.width(stage) == 1:
             continue
         for update in range(schedule.updates(stage)):
-            _once_between(schedule, NORMS, stage, update, rank,
+            _once_between(schedule, kinds.NORMS, stage, update, rank,
                           "publish the norm of every update once per stage, right before the rank's first step, or "
                           "exchange no norms at all")
 
@@ -356,12 +341,12 @@ def _once_between(schedule: Schedule, value: Value, stage: int, update: int, ran
     """
     graph = schedule.graph
     action, first = Action(graph.makers[value][0][0], stage, update), schedule.placement[stage][0]
-    before = [kind for kind in kinds.known() if kind.counts == UPDATE and kind.transfer is None
+    before = [kind for kind in kinds.known() if kind.counts == kinds.UPDATE and kind.transfer is None
               and any(needed is value for needed, _, _ in kind.needs(schedule.setting, stage, 0, first))]
     positions = [position for there, position in graph.where.get(action, ()) if there == rank]
     position, needing = next((at, one) for at, one in enumerate(schedule.programs[rank]) if
                              one.index == update and one.op in before
-                             and (one.stage == stage or value is NORMS))
+                             and (one.stage == stage or value is kinds.NORMS))
     if len(positions) != 1:
         state = f"stands {len(positions)} times in the program of rank {rank}" if positions else \
             f"is missing on rank {rank}"
@@ -389,7 +374,7 @@ def weight_versions(schedule: Schedule) -> None:
 def peak_activations(schedule: Schedule) -> None:
     """Check that a rank holds the activations of at most its stated number of microbatch-stages."""
     for rank, bound in enumerate(schedule.peak_activations):
-        for moment in moments(schedule.programs[rank], count_of(SAVED), schedule.frozen):
+        for moment in moments(schedule.programs[rank], count_of(kinds.SAVED), schedule.frozen):
             if moment.size > bound:
                 raise schedule.error(f"rank {rank} holds the activations of "
                                      f"{counted(int(moment.size), f'{schedule.unit}-stage')}; the schedule states at "
@@ -414,7 +399,7 @@ def no_deadlock(schedule: Schedule) -> None:
 def no_deadlock_in_one_order(schedule: Schedule) -> None:
     """Check that every rank reaches its end when it does one transfer at a time, in an order that all ranks keep to.
 
-    nccl asks for that: see :class:`vpipe.schedules.transfer_order.TransferOrder`.
+    nccl asks for that: see :class:`vpipe.schedules.lowering.TransferOrder`.
     """
     stuck = in_one_order(schedule)[1] if schedule.setting.is_lowered else {}
     if stuck:
@@ -451,7 +436,8 @@ def nothing_freed_is_used(schedule: Schedule) -> None:
                     freed.pop((value, stage, index), None)
                 freed |= {(value, stage, index): action for value in op.memory.frees
                           if graph.maker(value, stage, index, rank, position) is not None}
-            freed |= dict.fromkeys(op.ends(schedule.setting, stage, index, rank), action)
+            if op.makes_version:
+                freed |= dict.fromkeys(kinds.gradients_of(schedule.setting, stage, index, rank), action)
 
 
 def gathered_weights(schedule: Schedule) -> None:
@@ -459,7 +445,7 @@ def gathered_weights(schedule: Schedule) -> None:
 
     Between a step and that no action uses the new version, sends it, or makes the next one.
     """
-    gather = schedule.graph.makers[EXCHANGED][0][0]
+    gather = schedule.graph.makers[kinds.EXCHANGED][0][0]
     for stage, rank in schedule.replicas() if schedule.setting.zero1 else ():
         waiting: Action | None = None
         for action, spot in (*schedule.of_stage(stage, rank), (None, schedule.end(rank))):
@@ -471,7 +457,8 @@ def gathered_weights(schedule: Schedule) -> None:
                                          "gather the weights once per update, right behind the step", spot)
                 waiting = None
             elif waiting is not None and (action is None or action.op.uses_version or action.op.makes_version or any(
-                    value is UPDATED for value, _, _ in action.op.needs(schedule.setting, stage, action.index, rank))):
+                    needed[0] is kinds.UPDATED
+                    for needed in action.op.needs(schedule.setting, stage, action.index, rank))):
                 missing = Action(gather, stage, waiting.index)
                 raise schedule.error(f"{missing} is missing on rank {rank} between {waiting} and "
                                      f"{'the end' if action is None else action}",

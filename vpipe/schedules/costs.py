@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from vpipe.schedules.assignment import passes
-from vpipe.schedules.size import Placement, Size
+from vpipe.schedules.assignment import Placement, Size, passes
 
 Number = int | float | Fraction
 

@@ -22,14 +22,13 @@ from functools import lru_cache
 from itertools import chain, takewhile
 from pathlib import Path
 
+from vpipe.description.order import is_path
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
 from vpipe.schedules import kinds
-from vpipe.schedules.action import Action, step
-from vpipe.schedules.kinds import SAVED
-from vpipe.schedules.loads import StagePeaks, peak
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
+from vpipe.schedules.assignment import Placement
+from vpipe.schedules.kinds import SAVED, Action, step
+from vpipe.schedules.schedule import Schedule, StagePeaks, peak
 
 LARGEST_BYTES = 8 << 20
 """A file beyond this is no schedule: 250,000 forwards and backwards with all of their transfers take 7 MB."""
@@ -76,10 +75,7 @@ class CsvFile:
         said += [f"{self.pairs} OVERLAP_F_B: each taken as one action after the other"] if self.pairs else []
         return f"{self.schedule.name}: {'; '.join(said)}" if said else None
 
-    @staticmethod
-    def is_path(text: str) -> bool:
-        """Tell whether a text that names a schedule is the path of a file."""
-        return isinstance(text, str) and text.endswith(".csv")  # anything but text is refused as a name
+    is_path = staticmethod(is_path)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> CsvFile:
@@ -117,8 +113,8 @@ def _read(path: Path) -> CsvFile:
         rows.append([_Cell(action, rank, column, where) for column, cell in enumerate(cells, 1)
                      for action in _actions(cell.strip(), f"cell {column} of rank {rank}", where, left_out)])
         computed += sum(cell.action.op.computes for cell in rows[-1])
-        if computed > MOST_ACTIONS:
-            raise UserError(f"'{path}' has more than {MOST_ACTIONS:,} forwards and backwards",
+        if computed > Schedule.MOST_ACTIONS:
+            raise UserError(f"'{path}' has more than {Schedule.MOST_ACTIONS:,} forwards and backwards",
                             hint="use fewer microbatches, stages or replicas", where=where)
     if not any(rows):
         raise UserError(f"there is no action in '{path}'", hint="write one row per rank, one action per cell, such as "
@@ -159,8 +155,8 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
     try:
         for row in reader:
             lines.append((reader.line_num, row))
-            if len(lines) > MOST_RANKS:
-                raise UserError(f"there are more than {MOST_RANKS:,} rows", where=f"{path}:{reader.line_num}",
+            if len(lines) > Schedule.MOST_RANKS:
+                raise UserError(f"there are more than {Schedule.MOST_RANKS:,} rows", where=f"{path}:{reader.line_num}",
                                 hint="every row is a rank: use fewer")
     except csv.Error as error:
         raise UserError(f"the file is not CSV: {error}", hint="write one row per rank, cells separated by "
@@ -230,9 +226,10 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
         if cell.action.stage not in home:
             raise UserError(f"{cell} is of stage {cell.action.stage}, which has no forward", where=cell.where,
                             hint=f"add the forwards of that stage, such as {cell.action.stage}F0, to a row")
-    if len(home) > MOST_STAGES:
-        raise UserError(f"there are {len(home)} stages", hint=f"use {MOST_STAGES:,} at most", where=rows[0][0].where)
-    if (missing := first_missing(home)) < len(home):
+    if len(home) > Schedule.MOST_STAGES:
+        raise UserError(f"there are {len(home)} stages", hint=f"use {Schedule.MOST_STAGES:,} at most",
+                        where=rows[0][0].where)
+    if (missing := next((number for number, stage in enumerate(sorted(home)) if number != stage), None)) is not None:
         last = home[max(home)]
         raise UserError(f"stage {missing} is in no row, but stage {max(home)} is: {last}",
                         hint=_numbered(len(home), "stage"), where=last.where)

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from vpipe.errors import UserError
 from vpipe.schedules import kinds
-from vpipe.schedules.action import Action
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Kind, Needed, Value
-from vpipe.schedules.setting import Setting
-from vpipe.schedules.size import Placement
+from vpipe.schedules.assignment import Assignment, Placement, Setting
+from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Action, Kind, Needed, Value
 
 Spot = tuple[int, int]
 """The place of an action: (rank, position in its program). The position after the last action is the end."""
 
 OnRank = tuple[Action, int]
 """An action and the rank that executes it."""
+
+
+def with_exchanges(setting: Setting, present: Collection[Kind]) -> Setting:
+    """Return the setting of a pipeline whose actions are of these kinds, so far as they exchange norms and weights."""
+    there = frozenset[Value]().union(*(kind.made for kind in present))
+    return replace(setting, normed=NORMS in there, sharded=GATHERED in there, zero1=EXCHANGED in there)
 
 
 def other_ends(setting: Setting, transfer: Action, rank: int) -> list[OnRank]:
@@ -299,10 +303,9 @@ class Dependencies:
     def __init__(self, placement: Placement, update_every: int, flush: bool, present: Collection[Kind],
                  slices: int = 1) -> None:
         self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0, slices=slices)
-        there = frozenset[Value]().union(*(kind.made for kind in present))
         # A simulated sum is a transfer, no action.
-        self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there,
-                                sharded=GATHERED in there, zero1=EXCHANGED in there)
+        lowered = any(SUM in kind.made for kind in present)
+        self._setting = with_exchanges(Setting(self.assignment, is_lowered=lowered), present)
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

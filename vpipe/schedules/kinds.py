@@ -1,4 +1,8 @@
-"""The kinds of actions: one table, and the only place that knows what an action needs, makes and frees.
+"""Actions, and the table of their kinds: the only place that knows what an action needs, makes and frees.
+
+A schedule is a list of actions per rank, which everything reads. Their text form is that of PyTorch's pipelining
+(``torch.distributed.pipelining.schedules``): ``<stage><kind><index>``, so ``2F0`` is the forward of stage 2 on
+microbatch 0.
 
 A row of the table is data, with expressions of a few lines. All else is derived from the rows: which action waits for
 which, in which order transfers go, what memory is held, which weights a forward uses, what a worker calls, the drawing.
@@ -12,12 +16,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
+from vpipe.schedules.assignment import Setting
 from vpipe.schedules.costs import Number, StageCosts
-from vpipe.schedules.setting import Setting
 
 MICROBATCH, UPDATE, VERSION = "microbatch", "update", "version"
 """What the index of an action counts."""
@@ -160,13 +164,9 @@ class Kind(str):
         needs: yields the values without which it cannot start, for a setting, its stage and index, and its rank.
         makes: the values that it makes, each with the stage of the value less its own.
         memory: what it does to the memory of its rank; None for nothing.
-        ends: yields values of other indices that are not there any more after it.
         seconds: the seconds of its rank that it takes; None where it takes none.
         host_bytes: what it copies to or from the host, for which its rank takes time; None where it does not.
         transfer: the transfer of which it is an end.
-        summed: it exchanges gradients or weights with the other replicas of its stage: all do it together.
-        generated: generators yield it; others are added by lowering.
-        of_model: only a run asks for it: tied weights, clipping, ZeRO-1; no file has to contain it.
         torch: what does it where PyTorch runs the schedule; empty where PyTorch's compute-only form has it.
         colour: its fill in drawings, for dark numbers. What takes no time is not drawn.
         shades: its styles in a terminal, one per stage of a rank: foreground and background of the 256 colours.
@@ -183,18 +183,22 @@ class Kind(str):
     needs: Needs = lambda at, s, i, rank: ()
     makes: Sequence[tuple[Value, int]] = ()
     memory: Memory | None = None
-    ends: Needs = lambda at, s, i, rank: ()
     seconds: Callable[[StageCosts], Number] | None = None
     host_bytes: Callable[[StageCosts], Number] | None = None
     transfer: TransferEnd | None = None
-    summed: bool = False
-    generated: bool = False
-    of_model: bool = False
     torch: str | None = None
     colour: str = "#aab4be"
     shades: tuple[str, ...] = ("38;5;16;48;5;248",)
 
     made: frozenset[Value] = _follows(lambda row: frozenset(value for value, _ in row.makes))
+    # It exchanges gradients or weights with the other replicas of its stage: all do it together.
+    summed: bool = _follows(lambda row: not row.made.isdisjoint((SUM, EXCHANGED)))
+    # Generators yield it; others are added by lowering.
+    generated: bool = _follows(lambda row: row.transfer is None and row.made.isdisjoint(
+        (SUM, GATHERED, DIVIDED, NORMS, EXCHANGED)))
+    # Only a run asks for it: clipping, ZeRO-1, tied weights; no file has to contain it.
+    of_model: bool = _follows(lambda row: not row.made.isdisjoint((NORMS, EXCHANGED)) or (
+        row.transfer is not None and row.transfer.value in (TIED_VERSION, TIED_GRADIENT)))
     is_own: bool = _follows(lambda row: ":" not in row.runs)  # vpipe's, not a package's
     per_microbatch: bool = _follows(lambda row: row.counts == MICROBATCH)
     sends: bool = _follows(lambda row: row.transfer is not None and row.transfer.sends)
@@ -238,12 +242,12 @@ class Kind(str):
                 ("colour", re.fullmatch(r"#[0-9a-fA-F]{6}", str(self.colour)), "#rrggbb")):
             if not is_right:
                 raise UserError(f"{name} of the kind '{self}' is {getattr(self, name)!r}", hint=f"give {hint}")
-        if self.torch is None:
-            object.__setattr__(self, "torch", f"{text}: PyTorch has no such action" if self.generated else
-                               "transfers and sums: PyTorch adds its own")
         for each in fields(self):
             if "of" in each.metadata:
                 object.__setattr__(self, each.name, each.metadata["of"](self))
+        if self.torch is None:
+            own = "" if self.is_own and self.long else f"{text}: PyTorch has no such action"
+            object.__setattr__(self, "torch", own if self.generated else "transfers and sums: PyTorch adds its own")
 
     def __reduce__(self) -> tuple[Callable[[str], Kind], tuple[str]]:
         return named, (str(self),)
@@ -297,8 +301,8 @@ def _norms(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     return [(NORMS, stage, i) for stage in (range(len(at.placement)) if of_all else [s] * (at.assignment.width(s) > 1))]
 
 
-def _gradients_of(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    """What a rank adds to an update."""
+def gradients_of(at: Setting, s: int, i: int, rank: int) -> list[Needed]:
+    """Return what a rank adds to an update, and its step ends."""
     return [(GRADIENT, s, microbatch) for microbatch in at.assignment.share(s, i, s, rank)]
 
 
@@ -315,54 +319,53 @@ class Op:
     """The kinds of vpipe itself, by name."""
 
     FORWARD = Kind(
-        "F", "forward", MICROBATCH, "forward", generated=True, torch="",
+        "F", "forward", MICROBATCH, "forward",
         needs=_forward_needs, makes=((OUTPUT, 0), (SAVED, 0), (CARRIED, 0)), memory=Memory(takes=(SAVED,)),
-        seconds=lambda cost: cost.forward_s,
-        colour="#6ea8fe",
+        seconds=lambda cost: cost.forward_s, colour="#6ea8fe",
         shades=("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"))
     BACKWARD = Kind(
-        "B", "backward", MICROBATCH, "backward", generated=True, torch="", needs=_backward_needs,
+        "B", "backward", MICROBATCH, "backward", needs=_backward_needs,
         makes=((OUTPUT_GRADIENT, -1), (CARRIED_GRADIENT, 0), (GRADIENT, 0), (PART, 0)),
         memory=Memory(frees=(SAVED, RECOMPUTED)),
         seconds=lambda cost: cost.input_s + cost.weight_s, colour="#63c48d",
         shades=("38;5;255;48;5;28", "38;5;16;48;5;71", "38;5;16;48;5;114", "38;5;16;48;5;157"))
     INPUT = Kind(
-        "I", "input half of backward", MICROBATCH, "_backward_input", generated=True, torch="",
+        "I", "input half of backward", MICROBATCH, "_backward_input",
         needs=_backward_needs, makes=((OUTPUT_GRADIENT, -1), (CARRIED_GRADIENT, 0), (HALF, 0)),
         memory=Memory(frees=(SAVED, RECOMPUTED), leaves=(HALF,)), seconds=lambda cost: cost.input_s, colour="#4fc4c4",
         shades=("38;5;255;48;5;30", "38;5;16;48;5;73", "38;5;16;48;5;116", "38;5;16;48;5;152"))
     WEIGHT = Kind(
-        "W", "weight half", MICROBATCH, "_backward_weight", generated=True, torch="",
+        "W", "weight half", MICROBATCH, "_backward_weight",
         needs=lambda at, s, i, rank: [(HALF, s, i), *_gathered(at, s, i)],
         makes=((GRADIENT, 0), (PART, 0)), memory=Memory(frees=(HALF,)), seconds=lambda cost: cost.weight_s,
         colour="#f4b860",
         shades=("38;5;16;48;5;172", "38;5;16;48;5;179", "38;5;16;48;5;222", "38;5;16;48;5;230"))
     RECOMPUTE = Kind(
-        "R", "recompute", MICROBATCH, "_recompute", generated=True,
+        "R", "recompute", MICROBATCH, "_recompute",
         needs=lambda at, s, i, rank: [(SAVED, s, i), *_gathered(at, s, i)],
         makes=((RECOMPUTED, 0),), memory=Memory(takes=(RECOMPUTED,)), seconds=lambda cost: cost.recompute_s,
         torch="R: a backward recomputes where your modules use torch.utils.checkpoint",
         colour="#b79cf0",
         shades=("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"))
     OFFLOAD = Kind(
-        "OFFLOAD", "offload activations", MICROBATCH, "_offload", generated=True,
+        "OFFLOAD", "offload activations", MICROBATCH, "_offload",
         needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED, RECOMPUTED)),
         host_bytes=_forward_bytes)
     FETCH = Kind(
-        "FETCH", "fetch activations", MICROBATCH, "_fetch", generated=True,
+        "FETCH", "fetch activations", MICROBATCH, "_fetch",
         needs=lambda at, s, i, rank: [(OFFLOADED, s, i)], makes=((SAVED, 0),), memory=Memory(takes=(SAVED,)),
         host_bytes=_forward_bytes)
     STEP = Kind(
-        "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True,
-        torch="STEP: step the optimizer after schedule.step()",
+        "STEP", "optimizer step", UPDATE, "optimizer_steps.step",
         needs=lambda at, s, i, rank: [*_sums(at, s, i, rank), *_norms(at, s, i, rank), *_paced(at, s, i)],
-        makes=((UPDATED, 0), (STEPPED, 0), (PACE, 0)), ends=_gradients_of, seconds=lambda cost: cost.step_s,
+        makes=((UPDATED, 0), (STEPPED, 0), (PACE, 0)), seconds=lambda cost: cost.step_s,
+        torch="STEP: step the optimizer after schedule.step()",
         colour="#d6336c", shades=("1;38;5;255;48;5;160",))
-    USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use", generated=True,
+    USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use",
                torch="USE: with a flush there is one version of the weights")
     REDUCE = Kind(
-        "REDUCE_GRAD", "sum of gradients over replicas", UPDATE, "_reduce", summed=True,
-        needs=lambda at, s, i, rank: [*_gradients_of(at, s, i, rank), (PART, s, i),
+        "REDUCE_GRAD", "sum of gradients over replicas", UPDATE, "_reduce",
+        needs=lambda at, s, i, rank: [*gradients_of(at, s, i, rank), (PART, s, i),
                                       *([(GATHERED, s, i)] if at.sharded else [])],
         makes=((SUM, 0),))
     UNSHARD = Kind(
@@ -373,10 +376,9 @@ class Op:
         "RESHARD", "give back gathered weights", UPDATE, "fully_sharded.reshard",
         needs=lambda at, s, i, rank: [(GATHERED, s, i), (SUM, s, i)], makes=((DIVIDED, 0),),
         memory=Memory(frees=(GATHERED,)))
-    NORM = Kind("NORM", "gradient norms", UPDATE, "optimizer_steps.norm", of_model=True, needs=_sums,
-                makes=((NORMS, 0),))
-    GATHER = Kind("GATHER_W", "weights stepped by replicas", UPDATE, "optimizer_steps.gather", summed=True,
-                  of_model=True, needs=lambda at, s, i, rank: [(STEPPED, s, i)], makes=((EXCHANGED, 0),))
+    NORM = Kind("NORM", "gradient norms", UPDATE, "optimizer_steps.norm", needs=_sums, makes=((NORMS, 0),))
+    GATHER = Kind("GATHER_W", "weights stepped by replicas", UPDATE, "optimizer_steps.gather",
+                  needs=lambda at, s, i, rank: [(STEPPED, s, i)], makes=((EXCHANGED, 0),))
     SEND_F = Kind(
         "SEND_F", "send activations", MICROBATCH, "p2p.send_activations",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
@@ -395,21 +397,21 @@ class Op:
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
         transfer=TransferEnd(OUTPUT_GRADIENT, False, "SEND_B", 1, 0, _neighbour(1)))
     # Weights tied across ranks. The stage is the one that owns the weight, on both sides.
-    SEND_W = Kind("SEND_TIED_W", "send tied weights", VERSION, "tied.send_version", of_model=True,
+    SEND_W = Kind("SEND_TIED_W", "send tied weights", VERSION, "tied.send_version",
                   needs=lambda at, s, i, rank: [(UPDATED, s, i - 1)],
                   transfer=TransferEnd(TIED_VERSION, True, "RECV_TIED_W", 0, 0,
                                        lambda at, s, i, rank: at.lending.get((s, rank), ())))
-    RECV_W = Kind("RECV_TIED_W", "get ready for tied weights", VERSION, "tied.post_version", of_model=True,
+    RECV_W = Kind("RECV_TIED_W", "get ready for tied weights", VERSION, "tied.post_version",
                   transfer=TransferEnd(TIED_VERSION, False, "SEND_TIED_W", 0, 0,
-                                    lambda at, s, i, rank: at.lenders(s, rank), borrowed=True))
-    SEND_G = Kind("SEND_TIED_G", "send gradients of tied weights", UPDATE, "tied.send_gradients", of_model=True,
+                                       lambda at, s, i, rank: at.lenders(s, rank), borrowed=True))
+    SEND_G = Kind("SEND_TIED_G", "send gradients of tied weights", UPDATE, "tied.send_gradients",
                   needs=lambda at, s, i, rank: [(GRADIENT, *each) for each in at.lent_gradients(s, i, rank)],
                   transfer=TransferEnd(TIED_GRADIENT, True, "RECV_TIED_G", 0, 0,
                                        lambda at, s, i, rank: at.placement[s], borrowed=True,
                                        before=lambda at, s, i, rank: at.gradient_senders_before(s, i, rank)))
     RECV_G = Kind("RECV_TIED_G", "get ready for gradients of tied weights", UPDATE, "tied.post_gradients",
-                  of_model=True, transfer=TransferEnd(TIED_GRADIENT, False, "SEND_TIED_G", 0, 0,
-                                                   lambda at, s, i, rank: at.gradient_senders(s, i)))
+                  transfer=TransferEnd(TIED_GRADIENT, False, "SEND_TIED_G", 0, 0,
+                                       lambda at, s, i, rank: at.gradient_senders(s, i)))
 
 
 # -- the table -----------------------------------------------------------------------------------------
@@ -480,3 +482,131 @@ def known() -> Sequence[Kind]:
 def names() -> list[str]:
     """Return every text of :func:`named`, without importing the packages that announce them."""
     return [*_KINDS, *(name for name in PLUGINS.names if name not in _KINDS)]
+
+
+# -- actions -------------------------------------------------------------------------------------------
+
+_TEXT = re.compile(r"(\d+)([A-Za-z_]+)(\d+)")
+
+
+class Action(NamedTuple):
+    """One operation of one stage on the microbatch, the update or the version with a number, as its kind counts."""
+
+    op: Kind
+    stage: int
+    index: int  # type: ignore[assignment]  # of the tuple nobody asks for a position
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.index}"
+
+    @property
+    def microbatch(self) -> int:
+        """The number of the microbatch, where the kind counts these."""
+        return self.index
+
+    @classmethod
+    def forward(cls, stage: int, microbatch: int) -> Action:
+        """Return F."""
+        return cls(Op.FORWARD, stage, microbatch)
+
+    @classmethod
+    def backward(cls, stage: int, microbatch: int) -> Action:
+        """Return B, a whole backward."""
+        return cls(Op.BACKWARD, stage, microbatch)
+
+    @classmethod
+    def input_half(cls, stage: int, microbatch: int) -> Action:
+        """Return I, the half of a backward that makes the gradients of the inputs."""
+        return cls(Op.INPUT, stage, microbatch)
+
+    @classmethod
+    def weight_half(cls, stage: int, microbatch: int) -> Action:
+        """Return W, the half of a backward that makes the gradients of the weights."""
+        return cls(Op.WEIGHT, stage, microbatch)
+
+    @classmethod
+    def use(cls, stage: int, version: int) -> Action:
+        """Return USE: the stage's next forwards use that version of its weights."""
+        return cls(Op.USE, stage, version)
+
+    @classmethod
+    def step(cls, stage: int, update: int) -> Action:
+        """Return STEP, the optimizer step of an update."""
+        return cls(Op.STEP, stage, update)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action written as ``text``.
+
+        Raises:
+            UserError: ``text`` is not ``<stage><kind><index>``, or there is no such kind.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        kind = None if match is None else find(match[2])
+        if match is None or kind is None:
+            package = "" if match is None or len(match[2]) < 2 else \
+                f"; for {match[2]} of a package install it, or name its file with --import"
+            raise UserError(f"'{text}' is not an action", hint="write <stage><operation><index>, such as 2F0; "
+                            f"operations: {', '.join(kind for kind in known() if not kind.of_model)}{package}")
+        return cls(kind, int(match[1]), int(match[3]))
+
+
+forward, backward, step, use = Action.forward, Action.backward, Action.step, Action.use
+input_half, weight_half = Action.input_half, Action.weight_half
+"""Short names, for generators."""
+
+
+class RecordedAction(NamedTuple):
+    """One action as it was executed: it waited until ``start_s + waited_s`` and worked until ``end_s``.
+
+    The ranks of a run write these, ``vpipe trace`` reads them without torch. The file of a rank is
+    ``RUN/trace/rank<N>.jsonl``. Its first line is the header, an object. Every other line is an action,
+    ``["2F17", start_s, end_s, waited_s, held_bytes, versions]``, or one of the objects
+    ``{"evaluation": [start_s, end_s]}``, ``{"clock": [at_s, offset_s]}`` (to be added for the time of rank 0; one at
+    the start, one at a regular end) and ``{"truncated": true}`` (there were more actions).
+
+    Attributes:
+        op, stage: of the action.
+        number: of the microbatch, or of the stage's update or version; a resumed run counts on.
+        start_s, end_s: by the ``perf_counter`` of the rank's process; in a report by a common clock.
+        waited_s: the time spent waiting for another rank; in a forward or backward it comes first.
+        held_bytes: activations that the rank keeps for backwards after it, and between the halves of backwards.
+        versions: of its weights that the stage holds after it; 0 where the stage is on another rank (tied weights).
+    """
+
+    op: Kind
+    stage: int
+    number: int
+    start_s: float
+    end_s: float
+    waited_s: float
+    held_bytes: int
+    versions: int
+
+    @staticmethod
+    def file_format() -> int:
+        """Return the number of the file's format, which its header has."""
+        return 1
+
+    @property
+    def begun_s(self) -> float:
+        """Return the end of the waiting."""
+        return self.start_s + self.waited_s
+
+    @property
+    def action(self) -> Action:
+        return Action(self.op, self.stage, self.number)
+
+    def to_json(self) -> str:
+        op, stage, number, start_s, end_s, waited_s, held, versions = self
+        return f'["{stage}{op}{number}", {start_s:.7f}, {end_s:.7f}, {waited_s:.7f}, {held}, {versions}]'
+
+
+class RecordedEvaluation(NamedTuple):
+    """An evaluation, whose actions are not recorded."""
+
+    start_s: float
+    end_s: float
+
+    def to_json(self) -> str:
+        return f'{{"evaluation": [{self.start_s:.7f}, {self.end_s:.7f}]}}'

@@ -1,29 +1,69 @@
-"""Prepare the schedule that a user asks for, by name or as a file, for a run: build it, lower it and prove it."""
+"""From a description to programs: build the schedule that a user asks for, by name or as a file, lower it, prove it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from vpipe.description.cut import Cut
-from vpipe.description.order import Order
+from vpipe.description.cut import Cut, StageSpec, ties_between
+from vpipe.description.execution import Execution
+from vpipe.description.order import Order, is_path
 from vpipe.errors import UserError, counted
-from vpipe.schedules.assignment import Assignment, passes
-from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, with_recompute
+from vpipe.schedules.assignment import Assignment, Placement, passes, widened
+from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import (
-    MOST_MICROBATCHES,
-    MOST_RANKS,
-    MOST_STAGES,
-    Placement,
-    check_work,
-    first_missing,
-    widened,
-)
+
+
+class Divisible(Protocol):
+    """What has layers: a model."""
+
+    def split(self, partition: Sequence[int]) -> Sequence[StageSpec]:
+        """Return the stages of so many layers each."""
+
+
+def prepare_schedule(model: Divisible | None, cut: Cut, order: Order, microbatches: int, execution: Execution, *,
+                     needs_norms: bool, zero1: bool = False, ranks: int | None = None,
+                     proved: bool = False) -> Schedule:
+    """Return the lowered and proved schedule that a pipeline of these parts runs.
+
+    Args:
+        model: None where only the ranks matter: then the schedule exchanges no weights that stages share.
+        cut: with the layers of every stage.
+        needs_norms: whether an update depends on the norms of gradients.
+        zero1: whether each replica of a stage steps a part of its parameters.
+        ranks: how many processes there are; None where the schedule says it.
+        proved: whether another process proves the same schedule at the same time.
+
+    Raises:
+        UserError: the parts do not fit each other.
+    """
+    if execution.threaded and (refused := RegisteredSchedule.threads_refused(order.schedule)):
+        raise UserError(f"the executor is {execution.executor}, {refused[0]}", hint=refused[1])
+    found = {} if model is None else ties_between(model.split(cut.partition))
+    ties = {owner: tuple(borrowers) for owner, borrowers in found.items()}
+    schedule = described(order, cut, microbatches, ranks, ties, meshed=execution.mesh is not None)
+    if execution.threaded:
+        schedule = reverse_backwards(schedule)
+    if execution.data is not None and not schedule.flush:
+        raise UserError(f"'{schedule.name}' has no flush, but weights that fully_shard divides have one version",
+                        hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
+    # Without a flush a stage knows its norms by itself, unless each replica has a part of them.
+    schedule = lower(schedule, needs_norms and (schedule.flush or zero1), execution.data is not None, zero1)
+    if not proved:
+        check(schedule)
+    if execution.backend is not None and schedule.split_backwards:
+        raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
+                        "and a compiled layer shows none",
+                        hint="choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile")
+    if execution.backend is not None and schedule.offloaded_stages:
+        raise UserError(f"'{schedule.name}' offloads activations, and a compiled layer saves its own way",
+                        hint="leave OFFLOAD out of the schedule, or do not compile")
+    return replace(schedule)  # without its graph, which takes more memory than the actions
 
 
 def described(order: Order, cut: Cut, microbatches: int, processes: int | None = None,
@@ -39,13 +79,14 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     Raises:
         UserError: the numbers do not fit each other or the schedule.
     """
-    for name, value, most in (("stages", cut.count, MOST_STAGES), ("chunks", order.chunks, MOST_STAGES),
-                              ("ranks", cut.ranks, MOST_RANKS), ("microbatches", microbatches, MOST_MICROBATCHES),
-                              ("slices", order.slices, MOST_MICROBATCHES),
-                              ("update_every", order.late.update_every, MOST_MICROBATCHES)):
+    for name, value, most in (
+            ("stages", cut.count, Schedule.MOST_STAGES), ("chunks", order.chunks, Schedule.MOST_STAGES),
+            ("ranks", cut.ranks, Schedule.MOST_RANKS), ("microbatches", microbatches, Schedule.MOST_MICROBATCHES),
+            ("slices", order.slices, Schedule.MOST_MICROBATCHES),
+            ("update_every", order.late.update_every, Schedule.MOST_MICROBATCHES)):
         if isinstance(value, int) and value > most:  # before any list is made of them
             raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
-    if CsvFile.is_path(order.schedule):
+    if is_path(order.schedule):
         schedule = _from_file(order, cut, microbatches)
         _check_ranks(schedule.placement, order, cut, processes, meshed)
         if schedule.microbatches % schedule.assignment.per_step:
@@ -60,10 +101,7 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     registered.check_slices(slices)
     placement = placed(registered, order, cut, processes)
     _check_ranks(placement, order, cut, processes, meshed)
-    if order.warmup is not None:
-        registered.check_warmup(list(map(len, placement)), order.warmup)
-    warmup = order.warmup if registered.any_warmup else None
-    views = replica_views(registered, placement, microbatches, order.late.update_every, warmup)
+    views = replica_views(registered, placement, microbatches, order.late.update_every, order.warmup)
     size, why = views[placement[0][0]].size, ""
     if not registered.flush:
         # The part of a stream that is proved: see vpipe.schedules.checker.check.
@@ -71,10 +109,10 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
         deepest = max(size.stages, size.ranks, *(view.warmup + 1 for view in views)) * max(map(len, placement))
         microbatches = 4 * -(-deepest // per_step) * per_step
         why = f", which prove a stream of '{registered.name}',"
-    check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
-               replicated=max(map(len, placement)) > 1, why=why)
+    Schedule.check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
+                        replicated=max(map(len, placement)) > 1, why=why)
     return build(order.schedule, placement, microbatches, None if registered.flush else size.update_every, ties,
-                 cut.recomputing, warmup=warmup, slices=slices)
+                 cut.recomputing, warmup=order.warmup, slices=slices)
 
 
 def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: int | None = None) -> Placement:
@@ -94,9 +132,9 @@ def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: in
         raise UserError(f"'{registered.name}' holds {chunks} stages on each rank, which do not divide "
                         f"{counted(stages, 'stage')}",
                         hint=f"use {f'{low} or ' if low else ''}{high} stages")
-    if ranks * replicas > MOST_RANKS:
+    if ranks * replicas > Schedule.MOST_RANKS:
         raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
-                        hint=f"use {MOST_RANKS:,} ranks at most")
+                        hint=f"use {Schedule.MOST_RANKS:,} ranks at most")
     return widened(registered.placement(ranks, chunks), replicas)
 
 
@@ -112,7 +150,7 @@ def _check_ranks(placement: Placement, order: Order, cut: Cut, processes: int | 
                         f"{cut.count}", hint="list the ranks of every stage")
     if used[0] < 0:
         raise UserError(f"the placement {given} names rank {used[0]}", hint="number the ranks from 0 without a gap")
-    if (missing := first_missing(used)) < used[-1]:
+    if (missing := next((number for number, rank in enumerate(used) if number != rank), None)) is not None:
         raise UserError(f"the placement {given} names ranks up to {used[-1]}, but never rank {missing}",
                         hint="number the ranks from 0 without a gap")
     for rank in used if order.chunks is not None else ():

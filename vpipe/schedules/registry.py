@@ -16,10 +16,10 @@ from typing import ClassVar
 import vpipe.schedules.generators
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plugins import PluginGroup
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Layout, Placement, PlacementRule, Size, default_warmup
 from vpipe.schedules.costs import Number
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import MOST_MICROBATCHES, Layout, Placement, PlacementRule, Size, default_warmup
 
 Program = Callable[..., Iterator[Action]]
 """``program(rank, ranks, microbatches)`` yields the compute actions and steps of one rank, lazily.
@@ -50,9 +50,9 @@ class RegisteredSchedule:
     Attributes:
         name: its name in a config.
         flush: the pipeline is empty at every optimizer step (bsp), or not (asp).
-        layout: places the stages: :class:`~vpipe.schedules.size.Layout` or any other function. Stages may have several
-            ranks, and ranks may be among those of several stages; the generator then yields of every stage on its rank
-            the microbatches that go there.
+        layout: places the stages: :class:`~vpipe.schedules.assignment.Layout` or any other function. Stages may have
+            several ranks, and ranks may be among those of several stages; the generator then yields of every stage on
+            its rank the microbatches that go there.
         chunks: stages per rank that a microbatch passes, by default.
         any_chunks: there may be another number of them.
         peak_activations: microbatch-stages whose activations a rank holds at most, each from its forward until its
@@ -230,8 +230,8 @@ class RegisteredSchedule:
                             hint="give the forwards of every stage before its first backward, or leave it out")
         if given == list(least):
             return
-        if not isinstance(given, str) and max(given) > MOST_MICROBATCHES:
-            raise UserError(f"warmup_depth is {given}", hint=f"give {MOST_MICROBATCHES:,} at most")
+        if not isinstance(given, str) and max(given) > Schedule.MOST_MICROBATCHES:
+            raise UserError(f"warmup_depth is {given}", hint=f"give {Schedule.MOST_MICROBATCHES:,} at most")
         if not self.any_warmup:
             others = ", ".join(other.name for other in RegisteredSchedule.imported() if other.any_warmup)
             why = "has a flush" if self.flush else "has an order of its own"

@@ -1,31 +1,27 @@
-"""A schedule as a value: where the stages live, and the actions of every rank; as a grid where a check has failed."""
+"""A schedule as a value: where the stages live, the actions of every rank, and what these use and hold.
+
+What an action takes, leaves and frees stands in the row of its kind (:mod:`vpipe.schedules.kinds`). A step makes the
+next weight version, and a USE chooses the one that the following forwards use. Without any that is the latest.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import ClassVar
+from fractions import Fraction
+from functools import cache, cached_property
+from typing import ClassVar, NamedTuple
 
-from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
-from vpipe.schedules.graph import Graph, Spot
-from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, SAVED, Value
-from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations, versions_used
-from vpipe.schedules.setting import Setting
-from vpipe.schedules.size import (
-    MOST_ACTIONS,
-    MOST_MICROBATCHES,
-    MOST_RANKS,
-    MOST_STAGES,
-    Placement,
-    check_work,
-    default_warmup,
-)
+from vpipe.description.cut import Placement
+from vpipe.errors import CheckError, UserError, counted
+from vpipe.schedules.assignment import Assignment, Setting, default_warmup, describe_rank, passes, stages_of_rank
+from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.graph import Graph, Spot, with_exchanges
+from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED, Action, Kind, Needed, Value
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many
@@ -52,10 +48,11 @@ class Schedule:
         slices: of every microbatch, along its sequence; what counts microbatches above then counts slices.
     """
 
-    MOST_STAGES: ClassVar[int] = MOST_STAGES
-    MOST_RANKS: ClassVar[int] = MOST_RANKS
-    MOST_MICROBATCHES: ClassVar[int] = MOST_MICROBATCHES
-    MOST_ACTIONS: ClassVar[int] = MOST_ACTIONS
+    MOST_STAGES: ClassVar[int] = 1024
+    MOST_RANKS: ClassVar[int] = 16_384
+    MOST_MICROBATCHES: ClassVar[int] = 65_536
+    MOST_ACTIONS: ClassVar[int] = 250_000
+    """Forwards and backwards of a schedule whose actions are listed: to prove it takes half a minute and 300 MB."""
 
     name: str
     placement: Placement
@@ -71,7 +68,26 @@ class Schedule:
     frozen: int = 0
     slices: int = 1
 
-    check_work, default_warmup = staticmethod(check_work), staticmethod(default_warmup)
+    default_warmup = staticmethod(default_warmup)
+
+    @staticmethod
+    def check_work(ranks: int, microbatches: int, chunks: int = 1, *, replicated: bool = False, why: str = "",
+                   most: int = MOST_ACTIONS) -> None:
+        """Refuse a schedule that takes too long to prove, before any of it is made.
+
+        Args:
+            ranks: of all replicas.
+            replicated: some are replicas. Their sums cost no more than what is counted.
+            why: explains the number of microbatches, where nobody asked for it.
+
+        Raises:
+            UserError: with the numbers.
+        """
+        actions = 2 * ranks * microbatches * chunks
+        if actions > most:
+            raise UserError(f"{counted(ranks, 'rank')} and {counted(microbatches, 'microbatch')}{why} are {actions:,} "
+                            f"forwards and backwards{' or parts of sums' * replicated}",
+                            hint=f"stay below {most:,}: use fewer microbatches, stages or replicas")
 
     @property
     def stages(self) -> int:
@@ -90,10 +106,9 @@ class Schedule:
     @cached_property
     def setting(self) -> Setting:
         """What the rows of :mod:`vpipe.schedules.kinds` ask about the pipeline."""
-        there = frozenset[Value]().union(*(kind.made for kind in self.kinds))
-        return Setting(self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
-                       is_lowered=self.is_lowered, normed=NORMS in there, sharded=GATHERED in there,
-                       zero1=EXCHANGED in there)
+        return with_exchanges(Setting(
+            self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
+            is_lowered=self.is_lowered), self.kinds)
 
     @cached_property
     def graph(self) -> Graph:
@@ -319,3 +334,205 @@ def _window(row: Sequence[str], middle: int) -> list[str]:
     first, last = middle - SIDE, middle + SIDE + 1
     cells = [row[column] if 0 <= column < len(row) else "" for column in range(first, last)]
     return ["..." if first > 0 else "", *cells, "..." if last < len(row) else ""]
+
+
+# -- what programs use and hold ---------------------------------------------------------------------------
+
+SizeOf = Callable[[Value, int, int], Number]
+"""The size of a value of a stage and an index while it is held."""
+
+_REMEMBERED = 4096
+"""Microbatches whose versions are remembered: far more than are ever in flight."""
+
+
+@dataclass(slots=True)
+class VersionRegister:
+    """The versions of a stage on one rank: the number of the latest, 0 at first, and the chosen one."""
+
+    latest: int = 0
+    chosen: int | None = None
+
+    @property
+    def in_use(self) -> int:
+        return self.latest if self.chosen is None else self.chosen
+
+    def follow(self, action: Action) -> None:
+        if action.op.makes_version:
+            self.latest += 1
+        elif action.op.chooses:
+            self.chosen = action.index
+
+
+def versions_used(program: Iterable[Action]) -> Iterator[tuple[int, int, int]]:
+    """Yield the stage and microbatch of every forward, with the weight version that it uses."""
+    registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
+    for action in program:
+        if action.op.uses_version:
+            yield action.stage, action.index, registers[action.stage].in_use
+        elif action.op.touches_versions:
+            registers[action.stage].follow(action)
+
+
+class StreamVersions:
+    """Look up the versions that microbatches use in programs that are read no further than necessary.
+
+    Args:
+        compute: returns the compute program of a rank, from its beginning.
+    """
+
+    def __init__(self, assignment: Assignment, compute: Callable[[int], Iterable[Action]]) -> None:
+        self._assignment, self._compute = assignment, compute
+        self._coming: dict[int, Iterator[tuple[int, int, int]]] = {}  # by rank
+        self._used: dict[tuple[int, int], int] = {}  # by stage and microbatch
+
+    def of(self, stage: int, microbatch: int) -> int:
+        """Return the version that the forward of a microbatch uses."""
+        rank = self._assignment.rank_of(stage, microbatch)
+        while (stage, microbatch) not in self._used:
+            if rank not in self._coming:
+                self._coming[rank] = versions_used(self._compute(rank))
+            other, number, version = next(self._coming[rank])
+            self._used[other, number] = version
+            if len(self._used) > _REMEMBERED:
+                del self._used[next(iter(self._used))]
+        return self._used[stage, microbatch]
+
+
+@dataclass(frozen=True)
+class RankPeaks:
+    """The most that a rank ever holds."""
+
+    peak_activations: int  # microbatch-stages between their forward and the passing of their gradient (B or I)
+    peak_weight_halves: int  # microbatch-stages between their I and their W
+
+
+@dataclass(frozen=True)
+class StagePeaks:
+    """The most that a stage ever holds; see :func:`stage_loads`."""
+
+    versions: int
+    staleness: int
+
+    @classmethod
+    def of(cls, programs: Iterable[Sequence[Action]], stage: int, frozen: int = 0) -> StagePeaks:
+        loads = [load for program in programs for _, *load in stage_loads(program, stage, frozen)]
+        return cls(*map(max, zip(*loads, strict=True)))
+
+
+def stage_loads(program: Iterable[Action], stage: int, frozen: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Yield the position of each forward, backward, half, step and USE of ``stage``, its versions, and its staleness.
+
+    The weight versions are those from the one in use to the latest, since a later forward may use any of them, and
+    those that microbatches in flight use; each of the ``frozen`` stages in front needs no version beyond the forward.
+    The staleness is latest version - version used when a gradient passes; otherwise 0.
+    """
+    register = VersionRegister()
+    pinned: dict[int, int] = {}  # version by microbatch in flight
+    users: Counter[int] = Counter()  # microbatches in flight by version
+    for position, action in enumerate(program):
+        op, own, microbatch = action
+        if own != stage or not op.touches_versions:
+            continue
+        staleness = 0
+        if op.uses_version:
+            if stage >= frozen:
+                pinned[microbatch] = register.in_use
+                users[register.in_use] += 1
+        else:
+            register.follow(action)
+        if op.returns:
+            staleness = register.latest - pinned[microbatch]
+        if op.completes:
+            used = pinned.pop(microbatch)
+            users[used] -= 1
+            if not users[used]:
+                del users[used]
+        oldest = register.in_use
+        older = len(users) - (oldest in users)  # versions are used in order
+        yield position, register.latest - oldest + 1 + older, staleness
+
+
+def recomputations(program: Sequence[Action]) -> set[tuple[int, int]]:
+    """Return (stage, microbatch) of everything that ``program`` recomputes before the backward."""
+    return {(action.stage, action.index) for action in program
+            if action.op.memory is not None and RECOMPUTED in action.op.memory.takes}
+
+
+def count_of(*values: Value) -> SizeOf:
+    """Return a size function that counts some values."""
+    return lambda value, stage, index: value in values
+
+
+def peak(program: Iterable[Action], *values: Value, frozen: int = 0) -> int:
+    """Return the most values of these that a rank holds at once; see :func:`moments`."""
+    return int(max(moment.size for moment in moments(program, count_of(*values), frozen)))
+
+
+def bytes_in(program: Sequence[Action], costs: Costs) -> SizeOf:
+    """Return a size function for the bytes of what a program holds."""
+    early, recomputing = recomputations(program), [replace(cost, recompute_s=1) for cost in costs.stages]
+
+    @cache
+    def size(value: Value, stage: int, is_early: bool) -> Number:
+        number = value.bytes((recomputing if is_early else costs.stages)[stage])
+        return Fraction(number) if isinstance(number, float) else number  # so that running sums come back to 0
+
+    return lambda value, stage, index: size(value, stage, (stage, index) in early)
+
+
+class Moment(NamedTuple):
+    """What a rank holds once an action has changed it.
+
+    Attributes:
+        position: of the action in the program, -1 at the beginning.
+        at_start: it is the start of the action: a forward and a recomputation, also one within a backward, take memory
+            as they start.
+        held: how many there are of each value of a stage and an index; until the next moment.
+        size: of all of them.
+    """
+
+    position: int
+    at_start: bool
+    held: Mapping[Needed, int]
+    size: Number
+
+
+def moments(program: Iterable[Action], size: SizeOf, frozen: int = 0, versions: Iterable[int] = ()) -> Iterator[Moment]:
+    """Yield what a rank holds at the beginning, and whenever an action may change it.
+
+    The ``frozen`` stages in front of the pipeline keep nothing. The weight versions of the stages in ``versions`` count
+    as so many of :data:`~vpipe.schedules.kinds.UPDATED` at index 0.
+    """
+    held = {(UPDATED, stage, 0): 1 for stage in versions}
+    counts = {position: count for _, stage, _ in held for position, count, _ in stage_loads(program, stage, frozen)}
+    total: Number = sum(size(*key) for key in held)
+    yield Moment(-1, True, held, total)
+    for position, (op, stage, index) in enumerate(program):
+        memory = op.memory
+        if stage < frozen or (memory is None and position not in counts):
+            continue
+        changes = {(UPDATED, stage, 0): counts[position]} if position in counts else {}
+        if memory is not None:
+            changes |= {(value, stage, index): 1 for value in memory.takes + memory.leaves}
+            changes |= {(value, stage, index): 0 for value in memory.frees}
+        again = RECOMPUTED, stage, index
+        if op.returns and again not in held and (more := size(*again)):
+            held[again] = 1
+            total += more
+            yield Moment(position, True, held, total)
+        for key, count in changes.items():
+            total += (count - held.pop(key, 0)) * size(*key)
+            if count:
+                held[key] = count
+        yield Moment(position, memory is not None and bool(memory.takes), held, total)
+
+
+def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs,
+                  frozen: int = 0) -> Counter[tuple[Value, int]]:
+    """Return how many values of each stage a rank holds at the first moment when it holds most bytes."""
+    most: Number = -1
+    fullest: Mapping[Needed, int] = {}
+    for moment in moments(program, bytes_in(program, costs), frozen, stages):
+        if moment.size > most:
+            most, fullest = moment.size, dict(moment.held)
+    return Counter((value, stage) for (value, stage, _), count in fullest.items() for _ in range(count))

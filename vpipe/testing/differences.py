@@ -25,18 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.description.description import Description
+from vpipe.description import Description
 from vpipe.description.transfers import COMPRESSION, TRANSPORTS
 from vpipe.errors import RunError
 from vpipe.model.model import Model
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey, TransferKind
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, Placement
 from vpipe.schedules.builder import build
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 from vpipe.testing.reference import FROM_SCRATCH, Batch, ReferenceRun, asynchronous_oracle, flush_oracle
 from vpipe.testing.reference_model import ReferencePrecision, compiled_model
 from vpipe.testing.reference_optimizer import InitialState, TrainingRecipe, Turn, Versions, uncompressed, version_rule

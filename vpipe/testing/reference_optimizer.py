@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vpipe.runtime.sharded_tensors import is_sharded
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, default_warmup
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.size import default_warmup
 from vpipe.testing.reference_model import FP32, ReferencePrecision
 from vpipe.testing.trajectory import Trajectory, norm_of
 

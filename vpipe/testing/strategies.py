@@ -12,14 +12,13 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.schedules.action import Action, Op
-from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.assignment import Placement, stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 
 try:
     from hypothesis import reject

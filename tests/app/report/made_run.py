@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vpipe.schedules.action import Action, Op
 from vpipe.schedules.builder import build, freeze
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.registry import RegisteredSchedule
 
 MS = 1e-3

@@ -18,7 +18,7 @@ from vpipe.app.report.recording import Recording, read_recording
 from vpipe.app.report.report_data import Totals, as_recording, load_report_data, repeat_batches, replay_medians
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.kinds import Action, Op
 
 
 def even(rank: int, action: Action) -> float:

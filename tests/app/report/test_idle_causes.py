@@ -15,8 +15,8 @@ from vpipe.app.cli import main
 from vpipe.app.report.figures import Figures, Window, rank_times, steady_window
 from vpipe.app.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.app.report.recording import Recording, Track, read_recording
-from vpipe.schedules.action import Action, RecordedAction
-from vpipe.schedules.size import Placement
+from vpipe.schedules.assignment import Placement
+from vpipe.schedules.kinds import Action, RecordedAction
 
 
 def recording(*ranks: list[tuple[str, float, float, float]], placement: Placement | None = None,

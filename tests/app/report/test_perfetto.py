@@ -14,7 +14,7 @@ from made_run import make_run
 from vpipe.app.report.idle_causes import Producers
 from vpipe.app.report.perfetto import write_trace
 from vpipe.app.report.recording import Recording, read_recording
-from vpipe.schedules.action import Op
+from vpipe.schedules.kinds import Op
 
 
 def written(recording: Recording, folder: Path, most: int = 10**6) -> tuple[dict[str, Any], str | None]:

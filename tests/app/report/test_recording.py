@@ -11,7 +11,7 @@ from made_run import make_run
 
 from vpipe.app.report.recording import read_recording
 from vpipe.errors import UserError
-from vpipe.schedules.action import Op
+from vpipe.schedules.kinds import Op
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from vpipe.app.train.resume import run_config
 from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime import optimizer_step as scaling
-from vpipe.schedules.action import Op
+from vpipe.schedules.kinds import Op
 
 
 @pytest.mark.parametrize(("changes", "what"), [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from vpipe.app.visualize.advice import Advice
+from vpipe.schedules.assignment import Layout, Placement
 from vpipe.schedules.builder import build
 from vpipe.schedules.delays import greatest_delay
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, Placement
 
 
 def made(name: str, ranks: int, microbatches: int, placement: Placement | None = None) -> Schedule:

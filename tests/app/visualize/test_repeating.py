@@ -18,12 +18,12 @@ from vpipe.app.visualize.repeating import Repeating
 from vpipe.app.visualize.summary import RankCosts
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import registry
+from vpipe.schedules.assignment import Placement, widened
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Placement, widened
 
 FIXED = [recipe for recipe in RegisteredSchedule.imported() if recipe.search is None]
 TIMES = st.sampled_from([1, 2, 3, Fraction(1, 2), Fraction(7, 3)])

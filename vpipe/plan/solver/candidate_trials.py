@@ -13,7 +13,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
 from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.search_space import SearchSpace
-from vpipe.schedules.size import default_warmup
+from vpipe.schedules.assignment import default_warmup
 
 MOST_ACTIONS = 30_000
 """Actions that all trials together simulate, about; less than a second."""

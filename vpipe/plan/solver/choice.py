@@ -20,6 +20,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.stage_table import StageDemand
+from vpipe.schedules.assignment import Placement, Size, widened
 from vpipe.schedules.builder import ReplicaView, build, replica_views
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs
@@ -27,7 +28,6 @@ from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Placement, Size, widened
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from vpipe.description.recompute import ranges
+from vpipe.description.cut import ranges
 from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.solver.candidate_trials import Simulations

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.description.recompute import ranges
+from vpipe.description.cut import ranges
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from vpipe.description.recompute import Recompute
+from vpipe.description.cut import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
+from vpipe.schedules.assignment import Placement
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.size import Placement
 
 MOST_RANKS, MOST_LAYERS = 16, 200
 """So many of each are few, see :attr:`PlanRequest.small`."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from vpipe.description.recompute import recomputed_layers
+from vpipe.description.cut import recomputed_layers
 from vpipe.errors import counted
 from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
 from vpipe.plan.solver.chunked_partition import chunked_candidate

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from vpipe.description.recompute import ranges
+from vpipe.description.cut import ranges
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 

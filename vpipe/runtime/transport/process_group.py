@@ -9,7 +9,7 @@ between stages are, too, unless their device has a backend of its own. Such a ba
 there are three groups, so that activations, gradients and tensors of parameters do not wait for each other. nccl makes
 a communicator for each group and pair of ranks at their first transfer (with ``device_id`` in ``init_process_group``
 one for all ranks of a group), which blocks the first rank until the second one joins. Since transfers have an order, so
-have these (:mod:`vpipe.schedules.transfer_order`).
+have these (:mod:`vpipe.schedules.lowering`).
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class DistributedTransport:
 
     Attributes:
         ordered: whether tensors are sent over a backend with nccl's rules. Transfers must then be posted and sent in
-            the order of :mod:`vpipe.schedules.transfer_order`.
+            the order of :mod:`vpipe.schedules.lowering`.
         watch: the watchdog of this process.
         describe: ``rank of the job -> "rank 2 (stage 2)"``, for messages.
         timeout_s: how long a transfer may take before the run fails.

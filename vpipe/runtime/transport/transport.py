@@ -134,7 +134,7 @@ class Transport(Protocol):
     A tensor must not be changed between its send and its arrival.
 
     Attributes:
-        ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.transfer_order`.
+        ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.lowering`.
         needs_specs: whether a receive needs the specs of what will arrive; these are then a transfer of their own.
         wait_s: seconds in which this rank has waited for others.
         device_waits: where given, of each ordered receive marks of the device around its wait are added.

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from functools import cache
 
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Layout, Size
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
-from vpipe.schedules.size import Layout, Size
 
 
 @cache

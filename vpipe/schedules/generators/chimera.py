@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.assignment import Size, both_ways
 from vpipe.schedules.generators.dualpipe import odd_ranks
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Size, both_ways
 
 
 def _peak(rank: int, size: Size) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from vpipe.schedules.action import Action, Op, step, weight_half
+from vpipe.schedules.assignment import Layout
+from vpipe.schedules.kinds import Action, Op, step, weight_half
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Layout
 
 PERIOD = 6
 """Units of time in which a rank begins one microbatch: F, I and W of each of its two stages take one unit each."""

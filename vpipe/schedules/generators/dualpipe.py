@@ -6,10 +6,10 @@ DualPipeV is its half: a V of two stages per rank whose forwards run beside back
 from collections.abc import Callable, Iterator
 
 from vpipe.errors import Problem, counted
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Layout, Size, both_ways
 from vpipe.schedules.generators.zb_v import VPhases
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Layout, Size, both_ways
 
 
 def _two_per_rank(size: Size) -> Problem | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.registry import register_schedule
 
 

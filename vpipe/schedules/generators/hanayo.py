@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from vpipe.errors import Problem
-from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Layout, Size
 from vpipe.schedules.generators.zb_v import VPhases
+from vpipe.schedules.kinds import Action
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Layout, Size
 
 
 def _whole_waves(size: Size) -> Problem | None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from vpipe.errors import Problem
-from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.assignment import Layout, Size
 from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Layout, Size
 
 
 def _warmup(rank: int, ranks: int, microbatches: int, chunks: int) -> int:

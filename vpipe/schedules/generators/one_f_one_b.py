@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.generators.gpipe import backwards_of
+from vpipe.schedules.kinds import Action, backward, forward, step
 from vpipe.schedules.registry import register_schedule
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from vpipe.errors import Problem
-from vpipe.schedules.action import Action, Op, step, use
+from vpipe.schedules.assignment import Size
 from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
+from vpipe.schedules.kinds import Action, Op, step, use
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Size
 
 
 def in_flight(rank: int, size: Size) -> int:

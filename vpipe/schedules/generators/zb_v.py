@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from itertools import count
 
 from vpipe.schedules import kinds
-from vpipe.schedules.action import Action, Op, step, weight_half
+from vpipe.schedules.assignment import Layout, Size
+from vpipe.schedules.kinds import Action, Op, step, weight_half
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Layout, Size
 
 
 def _peak(rank: int, size: Size) -> int:

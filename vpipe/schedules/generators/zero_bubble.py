@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from vpipe.schedules.action import Action, Op, step
+from vpipe.schedules.assignment import Layout
 from vpipe.schedules.generators.interleaved import turns, whole_rounds
 from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
+from vpipe.schedules.kinds import Action, Op, step
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.size import Layout
 
 
 def delayed_weights(forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warmup: int,

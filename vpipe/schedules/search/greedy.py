@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 
-from vpipe.schedules.action import Action, Kind, Op, step
+from vpipe.schedules.assignment import Placement
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED
-from vpipe.schedules.size import Placement
+from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, Action, Kind, Op, step
 
 Turn = tuple[Kind, int]
 """An operation of a stage; its microbatch is the stage's next, since every stage takes them in order."""

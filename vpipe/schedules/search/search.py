@@ -15,14 +15,14 @@ from itertools import product
 from operator import itemgetter
 
 from vpipe.errors import CheckError, UserError, counted
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Layout, Placement, Size
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.greedy import ROUNDING, SAME_TIME, GreedyRules, GreedyRun, OrderedWork, Priority
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import Layout, Placement, Size
 
 Score = tuple[Number, Number, Number, int]
 """Less is better: bubble, makespan, peaks of all ranks together, number of actions (a split backward is two)."""

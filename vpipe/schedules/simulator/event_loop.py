@@ -20,13 +20,11 @@ from itertools import accumulate
 from math import lcm
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.graph import receive_of
-from vpipe.schedules.kinds import Kind
-from vpipe.schedules.loads import recomputations
+from vpipe.schedules.kinds import Action, Kind
 from vpipe.schedules.lowering import add_transfers
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Schedule, recomputations
 
 
 @dataclass(slots=True)

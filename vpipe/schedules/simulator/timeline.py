@@ -16,11 +16,10 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.loads import bytes_in, moments
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.kinds import Action
+from vpipe.schedules.schedule import Schedule, bytes_in, moments
 from vpipe.schedules.simulator.event_loop import EventLoop, SimulationTables
 
 Curve = tuple[tuple[Number, Number], ...]

@@ -23,7 +23,7 @@ from vpipe import Layer, Model
 from vpipe.errors import RunError, UserError
 from vpipe.extras.async_threaded import worker as threaded
 from vpipe.extras.async_threaded.worker import DeviceStreams, _added
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.kinds import Action, Op
 
 
 class Told(torch.autograd.Function):
