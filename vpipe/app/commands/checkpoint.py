@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.app.progress import LOADING_TORCH, byte_progress, message_if_slow
+from vpipe.app.run_log import EVALUATED, METRICS, Evaluation, RunLog, best_checkpoint
 from vpipe.app.train.run_folder import CONFIG, check_not_running, checkpoints_root
 from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, grouped, terminal_columns
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
@@ -22,15 +23,19 @@ KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas
 
 
 def run_ls(options: argparse.Namespace) -> None:
-    """Print a line for each checkpoint of a run, the oldest first."""
+    """Print a line for each checkpoint of a run, the oldest first, and which has the lowest evaluation loss."""
     found = checkpoints_in(options.folder)
+    run = next((folder for folder in _run_folders(options.folder) if (folder / METRICS).is_file()), options.folder)
+    evaluations = (Evaluation.of(line) for _, line in RunLog(run).entries(EVALUATED) if line and EVALUATED in line)
+    best = best_checkpoint(evaluations, Checkpoints(found[0].parent).all())  # also where one of them is named
     rows, damaged = [], []
     for path in found:
         try:
             rows.append((path, Manifest.load(path)))
         except UserError as error:
             damaged.append(f"{path.name}: {error.problems[0].what}")
-    _print_table(Column("checkpoint", [path.name for path, _ in rows], left=True),
+    _print_table(Column("checkpoint", [f"{path.name} (best)" if path == best else path.name for path, _ in rows],
+                        left=True),
                  Column("step", [f"{manifest.step:,}" for _, manifest in rows]),
                  Column("samples", [f"{manifest.samples:,}" for _, manifest in rows]),
                  Column("size", [size_text(manifest.bytes) for _, manifest in rows]),
@@ -46,11 +51,16 @@ def run_ls(options: argparse.Namespace) -> None:
 def _is_running(path: Path) -> bool:
     """Return whether the run of a folder of checkpoints, or of one of them, is still going."""
     try:
-        for run in (path, *path.absolute().parents[:2]):
+        for run in _run_folders(path):
             check_not_running(run)
     except UserError:
         return True
     return False
+
+
+def _run_folders(path: Path) -> tuple[Path, ...]:
+    """Return the folders that can be that of the run, of which ``path`` is that folder or one of checkpoints in it."""
+    return path, *path.absolute().parents[:2]
 
 
 def run_show(options: argparse.Namespace) -> None:

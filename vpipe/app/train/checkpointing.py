@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -22,6 +21,7 @@ from vpipe import Pipeline, files
 from vpipe.app.config.origin import KEPT, KEPT_BY_RUN, RUN
 from vpipe.app.errors import LastingError
 from vpipe.app.families.lora import base_names, is_adapter
+from vpipe.app.run_log import best_checkpoint
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.observers import Run
 from vpipe.app.train.resume import lacks_adapters
@@ -169,10 +169,7 @@ class Checkpointing(AbstractContextManager["Checkpointing"]):
         self.report()
 
     def _best(self, found: Iterable[Path]) -> Path | None:
-        """Return the checkpoint with the lowest evaluation loss, of equal ones the first; None where none has one."""
-        losses = {each.step + 1: each.loss for each in self._metrics.evaluations if isfinite(each.loss)}
-        return min((path for path in found if Checkpoints.step_of(path) in losses), default=None,
-                   key=lambda path: losses[Checkpoints.step_of(path)])
+        return best_checkpoint(self._metrics.evaluations, found)
 
     def report(self) -> None:
         """Report the results of earlier saves; called between two steps."""
