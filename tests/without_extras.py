@@ -1,8 +1,8 @@
 """Try vpipe without its extras: a program that has imported torch, and forks a process per copy of the tree.
 
 It reads the paths of the copies, a line each. Each copy lacks one extra, the one that its folder is named after, or all
-of them. A process imports vpipe from its copy alone, whatever way vpipe is installed, and prints a line of JSON: for each
-check that failed why.
+of them. A process imports vpipe from its copy alone, whatever way vpipe is installed, and prints a line of JSON: why
+checks failed, by their names.
 """
 
 from __future__ import annotations
