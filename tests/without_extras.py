@@ -1,10 +1,8 @@
 """Try vpipe without its extras: a program that has imported torch, and forks a process per copy of the tree.
 
-    python tests/without_extras.py COPY ...
-
-Each copy lacks one extra, the one that its folder is named after, or all of them. The processes import vpipe from their
-copy alone, whatever way vpipe is installed, and print a line of JSON each: the copy, and for each check what failed, or
-nothing.
+It reads the paths of the copies, a line each. Each copy lacks one extra, the one that its folder is named after, or all
+of them. A process imports vpipe from its copy alone, whatever way vpipe is installed, and prints a line of JSON: why
+checks failed, by their names.
 """
 
 from __future__ import annotations
@@ -72,16 +70,16 @@ def import_all(copy: Path) -> None:
 
 
 def collect(copy: Path) -> None:
-    """Collect the tests as pytest does: all of them where no extra is left, else those that name extras.
+    """Collect the tests as pytest does: all of them where no extra is left, else those that name the missing one.
 
-    To collect all takes a minute, and a file that names none is collected alike whichever extra is missing.
+    To collect all takes a minute, and a file that does not name an extra is collected alike without it.
     """
     import pytest
 
     files = [str(copy / "tests")]
     if extras_of(copy):
         files = [str(file) for folder in ("tests", "vpipe/extras") for file in copy.joinpath(folder).rglob("test_*.py")
-                 if "extras" in file.read_text() or "extras" in file.parts]
+                 if copy.name in file.read_text()]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "-n", "0", "--assert=plain",
                               "-W", "ignore", "--rootdir", str(copy), *files])
@@ -166,27 +164,20 @@ def failures(copy: Path) -> Iterator[tuple[str, str]]:
     check_absent(copy)
 
 
-def main(copies: list[Path]) -> None:
-    """Try the copies, as many at once as there are processors."""
+def main() -> None:
     for name in ("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "hypothesis", "h5py", "pydantic",
                  "tokenizers", "yaml", "jinja2"):
         importlib.import_module(name)
     import torch
 
     torch.set_num_threads(1)
-    running = 0
-    for copy in copies:
-        if running == (os.cpu_count() or 1):
-            os.wait()
-            running -= 1
+    for line in sys.stdin:
         if not os.fork():
-            line = json.dumps({copy.name: dict(failures(copy))}) + "\n"
-            os.write(1, line.encode())
+            os.write(1, (json.dumps(dict(failures(Path(line.strip()).resolve()))) + "\n").encode())
             os._exit(0)
-        running += 1
-    for _ in range(running):
-        os.wait()
+        if status := os.wait()[1]:
+            print(json.dumps({"process": f"ended with status {status}"}), flush=True)
 
 
 if __name__ == "__main__":
-    main([Path(argument).resolve() for argument in sys.argv[1:]])
+    main()

@@ -95,6 +95,19 @@ def test_ls_has_a_line_for_each(vpipe: Vpipe, run: Path) -> None:
     assert "step-2: the manifest of the checkpoint is damaged" in vpipe("ls", run)[1]
 
 
+def test_ls_marks_the_checkpoint_with_the_lowest_evaluation_loss(vpipe: Vpipe, run: Path) -> None:
+    """Of those that are there, by the evaluations of the whole run."""
+    losses = {0: 3.0, 1: 4.0, 4: 1.0, 9: 4.5}  # after 1, 2, 5 and 10 updates
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "evaluation_loss": loss}) + "\n"
+                                               for step, loss in losses.items()))
+    for folder in (run, run / "checkpoints"):
+        _, second, tenth, _ = vpipe("ls", folder)[1].splitlines()
+        assert second.startswith("step-2 (best)     2  ")
+        assert tenth.startswith("step-10          10  ")
+    assert "(best)" in vpipe("ls", run / "checkpoints" / "step-2")[1]
+    assert "(best)" not in vpipe("ls", run / "checkpoints" / "step-10")[1]
+
+
 def test_ls_loads_neither_torch_nor_numpy(saved: Path) -> None:
     code = (f"import sys\nfrom vpipe.app.cli import main\nassert main(['checkpoint', 'ls', {str(saved)!r}]) == 0\n"
             "assert not {'torch', 'numpy'} & set(sys.modules)")

@@ -21,6 +21,7 @@ namespace late {
 
 namespace {
 
+constexpr int kTurns = 5;  // of which a host's patience consists
 constexpr int kPoison = 0xFF;  // a NaN of every floating type, -1 of integers
 
 struct Task {
@@ -176,14 +177,18 @@ void run(Stream& stream) {
   }
 }
 
+// Patience is over after several turns without activity, not after one long one: where others have the processors, the
+// host's thread has had its turns by then.
 void tick() {
   World& w = world();
   Lock lock(w.mutex);
+  int idle = 0;
   while (true) {
     const uint64_t seen = w.activity;
     w.ticker.wait_for(lock, std::chrono::duration<double, std::milli>(
-        w.settings.patience_ms > 0 ? w.settings.patience_ms : 1000));
-    if (w.settings.patience_ms > 0 && w.activity == seen) {
+        w.settings.patience_ms > 0 ? w.settings.patience_ms / kTurns : 1000));
+    idle = w.settings.patience_ms > 0 && w.activity == seen ? idle + 1 : 0;
+    if (idle >= kTurns) {
       w.impatient = true;
       schedule(w);
     }

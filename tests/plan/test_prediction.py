@@ -189,6 +189,9 @@ def test_replicas_halve_the_work_and_step_together() -> None:
     (Plan(Cut((2, 2)), microbatches=4), "does not say the schedule"),
     (Plan(Cut((2, 2)), Order("1f1b")), "does not say how many microbatches"),
     (Plan(Cut((1, 1, 2)), Order("zb_v"), microbatches=4), "which do not divide 3 stages"),
+    (Plan(Cut((2, 2), ranks=[[0], [2]]), Order("1f1b"), microbatches=4), "names ranks up to 2, but never rank 1"),
+    (Plan(Cut((2, 2), ranks=[[1], [2]]), Order("auto"), microbatches=4), "names ranks up to 2, but never rank 0"),
+    (Plan(Cut((2, 2), ranks=[[0], []]), Order("pipedream"), microbatches=4), "gives stage 1 no rank"),
     (Plan(Cut((2, 2)), Order("2f2b"), microbatches=4), "no schedule is called '2f2b'")])
 def test_plans_that_cannot_be(plan: Plan, text: str) -> None:
     with pytest.raises(UserError, match=text):

@@ -111,8 +111,8 @@ def test_to_settle_is_to_wait_until_the_receiver_is_ready_unless_it_must_learn_f
 def out_of_turn(pipe: Pipeline) -> Pipeline:
     """Let the threads of forwards go on as in a process of its own."""
     for worker in pipe.engine.workers.values():
-        assert worker._in_turn  # type: ignore[attr-defined]
-        worker._in_turn = False  # type: ignore[attr-defined]
+        assert worker._in_one_process  # type: ignore[attr-defined]
+        worker._in_one_process = False  # type: ignore[attr-defined]
     return pipe
 
 

@@ -87,8 +87,7 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
 
 
 def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any], its_rank: bool) -> None:
-    """``write``: half of a rank's file is written. What fills a disk for a while leaves with the next file of the very
-    rank that filled it: another's may come a moment after."""
+    """``write``: half of a rank's file is written."""
     from vpipe.checkpoint import shards
 
     write = shards.save_file
@@ -96,14 +95,12 @@ def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any], its_rank
     def writes(tensors: Any, path: Path) -> None:
         filler = path.parents[1] / "filler"
         if reached("write"):
-            if trigger["do"].startswith("fill"):
+            if trigger["do"] == "fill":
                 fill(filler)
             else:
                 write(tensors, path)
                 os.truncate(path, path.stat().st_size // 2)
                 go_wrong(trigger)
-        elif its_rank and trigger.get("do") == "fill for a while":
-            filler.unlink(missing_ok=True)
         write(tensors, path)
 
     shards.save_file = writes

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from vpipe.checkpoint import Checkpoints
 from vpipe.errors import UserError
 
 METRICS = "metrics.jsonl"  # a line per step, evaluation and checkpoint, and the summary
@@ -23,7 +24,7 @@ METRICS = "metrics.jsonl"  # a line per step, evaluation and checkpoint, and the
 TAIL_BYTES, SAMPLE_BYTES = 1 << 20, 1 << 12
 """The end of a file that is read, with the lines of thousands of updates; and the bytes in which one is found."""
 
-AVERAGED = "evaluation_loss_averaged"
+EVALUATED, AVERAGED = "evaluation_loss", "evaluation_loss_averaged"
 
 Line = Mapping[str, Any]
 
@@ -35,8 +36,8 @@ class RunLog:
     folder: Path
     name: str = METRICS
 
-    def entries(self) -> Iterator[tuple[str, Line | None]]:
-        """Yield the text of every line, and its object; None for what is none.
+    def entries(self, key: str = "") -> Iterator[tuple[str, Line | None]]:
+        """Yield the text of every line that contains ``key``, and its object; None for what is none.
 
         Raises:
             UserError: the file cannot be read.
@@ -44,7 +45,7 @@ class RunLog:
         path = self.folder / self.name
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
-                for text in file:
+                for text in (text for text in file if key in text):
                     yield text, next(_parsed([text]), None)
         except FileNotFoundError:
             return
@@ -111,11 +112,22 @@ class Evaluation(NamedTuple):
     loss: float
     averaged: float | None = None
 
+    @classmethod
+    def of(cls, line: Line) -> Evaluation:
+        return cls(line["step"], number(line, EVALUATED), number(line, AVERAGED) if AVERAGED in line else None)
+
 
 def evaluations_since_best(evaluations: Sequence[Evaluation]) -> int:
     """Return how many evaluations, of one at least, have followed the first with the lowest loss."""
     losses = [each.loss if isfinite(each.loss) else inf for each in evaluations]
     return len(losses) - 1 - losses.index(min(losses))
+
+
+def best_checkpoint(evaluations: Iterable[Evaluation], found: Iterable[Path]) -> Path | None:
+    """Return the checkpoint with the lowest evaluation loss, of equal ones the first; None where none has one."""
+    losses = {each.step + 1: each.loss for each in evaluations if isfinite(each.loss)}
+    return min((path for path in found if Checkpoints.step_of(path) in losses), default=None,
+               key=lambda path: losses[Checkpoints.step_of(path)])
 
 
 @dataclass
@@ -144,9 +156,8 @@ class PastMetrics:
                 expected, past.minutes = line["step"] + 1, 0.0
             elif isinstance(line.get("summary"), dict):
                 past.minutes = max(0.0, number(line["summary"], "ended_by_minutes"))  # 0 for none
-            elif "evaluation_loss" in line:
-                past.evaluations.append(Evaluation(line["step"], number(line, "evaluation_loss"), number(
-                    line, AVERAGED) if AVERAGED in line else None))
+            elif EVALUATED in line:
+                past.evaluations.append(Evaluation.of(line))
         past._note_gap(steps, expected)
         return past
 

@@ -63,7 +63,7 @@ class ReadBatches:
         if samples and others:
             return _differ(f"batch {number} has {samples} samples on rank {low} and {others} on rank {high}")
         ended, more = (high, low) if samples else (low, high)
-        return _differ(f"there are {number} on rank {ended} and more on rank {more}")
+        return ended_before(number, ended, more)
 
     def _compare_fields(self, rank: int, batch: ReadBatch) -> Fault | None:
         for name, checksums in batch.fields.items():
@@ -75,6 +75,11 @@ class ReadBatches:
                     low, high = sorted([rank, other])
                     return _differ(f"{what}field '{name}' of batch {batch.number} on rank {low} and rank {high}")
         return None
+
+
+def ended_before(number: int, ended: int, more: int) -> Fault:
+    """Return the fault of ranks of which one has read ``number`` batches to their end, and another has more."""
+    return _differ(f"there are {number} on rank {ended} and more on rank {more}")
 
 
 def _differ(how: str) -> Fault:

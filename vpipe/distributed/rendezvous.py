@@ -43,15 +43,15 @@ def ranks_have_secret() -> bool:
     return bool(_private(RankEnvironment.SECRET)) and not agent_has_store()
 
 
-_kept: dict[str, str] = {}
+_taken_from_environment: dict[str, str] = {}
 
 
 def _private(name: str) -> str:
     """Return a variable of the environment, empty if it is not set, and keep it from processes that this one starts:
     such a one may be a rank of another run."""
     if value := os.environ.pop(name, ""):
-        _kept[name] = value
-    return _kept.get(name, "")
+        _taken_from_environment[name] = value
+    return _taken_from_environment.get(name, "")
 
 
 def _key(secret: str) -> str:

@@ -92,7 +92,7 @@ class LayerTimer:
         made: dict[str, Tensor] = {}
         records = []
         for runner, given, samples in zip(self._runners, self._given, self.samples, strict=True):
-            inputs = {name: _alike(made.get(name), tensor) for name, tensor in given.inputs.items()}
+            inputs = {name: _made_if_alike(made.get(name), tensor) for name, tensor in given.inputs.items()}
             here = LayerInputs(inputs, given.fields, given.gradients)
             seconds = samples["forward"] if mode != "halves" else []  # which takes a little longer
             outputs, record = _timed(self._clock, seconds, partial(runner.forward, split=mode == "halves"), here)
@@ -109,7 +109,7 @@ class LayerTimer:
         coming: dict[str, Tensor] = {}
 
         def backward(runner: LayerRunner, record: Record, gradients: Mapping[str, Tensor]) -> None:
-            here = {name: _alike(coming.get(name), tensor) for name, tensor in gradients.items()}
+            here = {name: _made_if_alike(coming.get(name), tensor) for name, tensor in gradients.items()}
             coming.update(runner.backward(record, here, split=mode == "halves"))
 
         # Right after a recompute the activations are still in the cache: that backward does not count.
@@ -162,7 +162,7 @@ def summary(seconds: Sequence[float]) -> Seconds:
     return Seconds(middle, (high - low) / 2 / middle)
 
 
-def _alike(made: Tensor | None, wanted: Tensor) -> Tensor:
+def _made_if_alike(made: Tensor | None, wanted: Tensor) -> Tensor:
     """Return the tensor that was just made where it is like the wanted one: it is in the cache then, as in a run."""
     if made is None or made.requires_grad != wanted.requires_grad or made.dtype != wanted.dtype:
         return wanted

@@ -68,7 +68,7 @@ class SavedTensors(SavingHooks):
             raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
                             hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
         kept = (*given, *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
-        self._kept = {storage_of(tensor) for tensor in kept if tensor.layout is torch.strided}
+        self._not_offloaded = {storage_of(tensor) for tensor in kept if tensor.layout is torch.strided}
         self._holders: WeakSet[Holder] = WeakSet()
         self._outer: SavingHooks | None = None
         self._on_host: list[_Copy] = []
@@ -87,7 +87,7 @@ class SavedTensors(SavingHooks):
         if self._outer is not None:
             self._outer(saved)  # which counts
         plain = type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided
-        if not plain or saved.is_conj() or saved.is_neg() or storage_of(saved) in self._kept:
+        if not plain or saved.is_conj() or saved.is_neg() or storage_of(saved) in self._not_offloaded:
             return saved.detach(), saved._version
         holder = Holder(saved.detach())
         self._holders.add(holder)

@@ -10,7 +10,7 @@ from itertools import chain, count
 from typing import Any
 
 from vpipe.checkpoint.manifest import Position
-from vpipe.distributed.read_batches import SAME_BATCHES
+from vpipe.distributed.read_batches import ended_before
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.runtime.collectives import Collectives
@@ -204,8 +204,8 @@ class Training:
             raise bad from fault
         going = next((rank for rank, each in enumerate(of_all) if each), None)
         if going is not None:
-            bad = bad or RunError(f"batches differ between ranks: there are {loader.batches_read} on rank {job.rank} "
-                                  f"and more on rank {going}", hint=SAME_BATCHES)
+            ended = ended_before(loader.batches_read, job.rank, going)
+            bad = bad or RunError(ended.what, hint=ended.hint)
             if batch is None or (watchdog := watch.watchdog) is None or not watchdog.give_up(batch):
                 raise bad
             [worker] = self._workers.values()

@@ -99,8 +99,7 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     registered.check_chunks(order.chunks)
     slices = order.slices or 1
     registered.check_slices(slices)
-    placement = placed(registered, order, cut, processes)
-    _check_ranks(placement, order, cut, processes, meshed)
+    placement = placed(registered, order, cut, processes, meshed=meshed)
     views = replica_views(registered, placement, microbatches, order.late.update_every, order.warmup)
     size, why = views[placement[0][0]].size, ""
     if not registered.flush:
@@ -115,10 +114,20 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
                  cut.recomputing, warmup=order.warmup, slices=slices)
 
 
-def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: int | None = None) -> Placement:
-    """Return the ranks of every stage: those that the cut lists, or as the schedule places so many stages."""
-    if cut.placement is not None:
-        return cut.placement
+def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: int | None = None, *,
+           meshed: bool = False) -> Placement:
+    """Return the ranks of every stage: those that the cut lists, or as the schedule places so many stages.
+
+    Raises:
+        UserError: the ranks are not numbered without a gap, or are others than the processes.
+    """
+    placement = _placement_of(registered, order, cut, processes) if cut.placement is None else cut.placement
+    _check_ranks(placement, order, cut, processes, meshed)
+    return placement
+
+
+def _placement_of(registered: RegisteredSchedule, order: Order, cut: Cut, processes: int | None) -> Placement:
+    """Return the ranks of every stage as the schedule places so many stages."""
     stages, chunks, replicas = cut.count, order.chunks, cut.replicas
     if processes is not None and processes % replicas:
         raise UserError(f"{counted(processes, 'process')} for {counted(replicas, 'replica')} of the pipeline",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.app.progress import LOADING_TORCH, byte_progress, message_if_slow
+from vpipe.app.run_log import EVALUATED, Evaluation, RunLog, best_checkpoint
 from vpipe.app.train.run_folder import CONFIG, check_not_running, checkpoints_root
 from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, grouped, terminal_columns
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
@@ -22,31 +23,36 @@ KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas
 
 
 def run_ls(options: argparse.Namespace) -> None:
-    """Print a line for each checkpoint of a run, the oldest first."""
+    """Print a line for each checkpoint of a run, the oldest first, and which has the lowest evaluation loss."""
     found = checkpoints_in(options.folder)
+    runs = options.folder, *options.folder.absolute().parents[:2]  # it may be the run's, or one of checkpoints in it
+    evaluations = (Evaluation.of(line) for run in runs for _, line in RunLog(run).entries(EVALUATED)
+                   if line and EVALUATED in line)
+    best = best_checkpoint(evaluations, Checkpoints(found[0].parent).all())  # also where one of them is named
     rows, damaged = [], []
     for path in found:
         try:
             rows.append((path, Manifest.load(path)))
         except UserError as error:
             damaged.append(f"{path.name}: {error.problems[0].what}")
-    _print_table(Column("checkpoint", [path.name for path, _ in rows], left=True),
+    _print_table(Column("checkpoint", [f"{path.name} (best)" if path == best else path.name for path, _ in rows],
+                        left=True),
                  Column("step", [f"{manifest.step:,}" for _, manifest in rows]),
                  Column("samples", [f"{manifest.samples:,}" for _, manifest in rows]),
                  Column("size", [size_text(manifest.bytes) for _, manifest in rows]),
                  Column("made", [_time_text(manifest) for _, manifest in rows], left=True),
                  Column("by", [_arrangement_text(manifest.arrangement) for _, manifest in rows], spare=True, left=True))
     partial = sorted(found[0].parent.glob("step-*.tmp"))
-    what = "is being written" if partial and _is_running(options.folder) else (
+    what = "is being written" if partial and _is_running(runs) else (
         "a save that was cut short; it counts for nothing")
     for line in (*damaged, *(f"{path.name}: {what}" for path in partial)):
         print(line)
 
 
-def _is_running(path: Path) -> bool:
-    """Return whether the run of a folder of checkpoints, or of one of them, is still going."""
+def _is_running(runs: Iterable[Path]) -> bool:
+    """Return whether a run in one of these folders is still going."""
     try:
-        for run in (path, *path.absolute().parents[:2]):
+        for run in runs:
             check_not_running(run)
     except UserError:
         return True

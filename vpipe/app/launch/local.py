@@ -332,15 +332,15 @@ class StoppedRanks:
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
-        self._since: dict[int, float] = {}
+        self._stopped_since: dict[int, float] = {}
 
     def update(self, processes: Mapping[int, Popen[bytes]]) -> Fault | None:
         """Return the fault of a rank that has been stopped for too long; to be called often."""
         now = time.monotonic()
         for rank, process in processes.items():
             if not _is_stopped(process):
-                self._since.pop(rank, None)
-            elif now - self._since.setdefault(rank, now) > self._most_s:
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) > self._most_s:
                 return Fault.silent(self._most_s, rank).knowing("stopped by a signal (SIGSTOP) or a debugger")
         return None
 

@@ -235,7 +235,7 @@ def stage_table(data: ReportData, unit: str) -> str:
             seconds, below = getattr(stage, time), ""
             # A replay at the run's own medians says nothing new of those of a microbatch and of the optimizer step.
             if expected is not None and (expected.plan is not None or heads[time][1] == f"per {unit}"):
-                below = _beside(getattr(expected.figures.stages[number], time), seconds)
+                below = _planned_text(getattr(expected.figures.stages[number], time), seconds)
             times.append((milliseconds(seconds), below))
         rows.append((f"{end - recording.partition[number]}–{end - 1}", len(recording.recomputed[number]),
                      recording.placement[number], times, _memory(data, number), stage))
@@ -243,7 +243,7 @@ def stage_table(data: ReportData, unit: str) -> str:
                   slowest=min(range(len(run.stages)), key=lambda number: run.stages[number].idle_s))
 
 
-def _beside(planned: float, measured: float) -> str:
+def _planned_text(planned: float, measured: float) -> str:
     """Return the planned time, and how far the run is from it."""
     apart = measured / planned - 1 if planned > 0 else 5.0
     return milliseconds(planned) + (f" ({apart * 100:+.0f} %)" if abs(apart) < 5 else "")

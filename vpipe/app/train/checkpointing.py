@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -22,6 +21,7 @@ from vpipe import Pipeline, files
 from vpipe.app.config.origin import KEPT, KEPT_BY_RUN, RUN
 from vpipe.app.errors import LastingError
 from vpipe.app.families.lora import base_names, is_adapter
+from vpipe.app.run_log import best_checkpoint
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.observers import Run
 from vpipe.app.train.resume import lacks_adapters
@@ -86,7 +86,7 @@ class Checkpointing(AbstractContextManager["Checkpointing"]):
         self._saver: Saver | None = None  # opened by the first save
         self._reserve_due = False
         self._ask_at: int | None = None  # steps of this attempt
-        self._told: Callable[[], list[int]] = lambda: [0]
+        self._answer: Callable[[], list[int]] = lambda: [0]
         self.root: Path | None = None
         job, config = run.job, run.job.config
         if not config.saving.makes_any:
@@ -103,7 +103,7 @@ class Checkpointing(AbstractContextManager["Checkpointing"]):
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
         self._data = job.fingerprint() if run.pipe.rank == 0 else ""
-        self._kept = {name: files.sha256_of(run.folder / name) for name in KEPT if (run.folder / name).is_file()}
+        self._hashes = {name: files.sha256_of(run.folder / name) for name in KEPT if (run.folder / name).is_file()}
         self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
         if config.saving.every_steps is None and config.saving.every_minutes is not None:
             self._ask_at = max(2, job.schedule.steps_begun)
@@ -117,9 +117,9 @@ class Checkpointing(AbstractContextManager["Checkpointing"]):
         done = self._metrics.steps - self._job.steps_done
         if self._ask_at is None or done < self._ask_at:
             return None
-        if not (steps := self._told()[0]):
+        if not (steps := self._answer()[0]):
             self._ask_at = 2 * done
-            self._told = exchange("minutes").begin(self._measured_steps(done) if self._run.pipe.rank == 0 else 0)
+            self._answer = exchange("minutes").begin(self._measured_steps(done) if self._run.pipe.rank == 0 else 0)
             return None
         self._ask_at, self._reserve_due = None, self._job.schedule.flush
         self._config = self._job.config.saving_every(steps).resolved_yaml()
@@ -169,10 +169,7 @@ class Checkpointing(AbstractContextManager["Checkpointing"]):
         self.report()
 
     def _best(self, found: Iterable[Path]) -> Path | None:
-        """Return the checkpoint with the lowest evaluation loss, of equal ones the first; None where none has one."""
-        losses = {each.step + 1: each.loss for each in self._metrics.evaluations if isfinite(each.loss)}
-        return min((path for path in found if Checkpoints.step_of(path) in losses), default=None,
-                   key=lambda path: losses[Checkpoints.step_of(path)])
+        return best_checkpoint(self._metrics.evaluations, found)
 
     def report(self) -> None:
         """Report the results of earlier saves; called between two steps."""
@@ -262,7 +259,7 @@ class Checkpointing(AbstractContextManager["Checkpointing"]):
         job, pipe = self._job, self._run.pipe
         position = pipe.position
         arrangement = {**pipe.arrangement, "drained": not job.schedule.flush, RUN: os.path.abspath(self._run.folder),
-                       KEPT_BY_RUN: self._kept}
+                       KEPT_BY_RUN: self._hashes}
         return Manifest(position.steps, position.samples, job.config.training.seed, self._data, self._config,
                         arrangement, position.as_numbers(pipe.microbatches))
 

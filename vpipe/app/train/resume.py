@@ -105,15 +105,14 @@ def absolute_path(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def run_config(folder: Path, settings: Sequence[str] = ()) -> Config:
+def run_config(folder: Path) -> Config:
     """Return the config of an attempt of a run, with what was planned for it; its rules are not checked again.
-
-    Its paths are found from any folder. ``settings``: over it, as of ``--set``, such as :func:`data_settings`.
+    Its paths are found from any folder.
 
     Raises:
         UserError: its ``config.yaml`` cannot be read.
     """
-    return validated(Config, config_tree(folder / CONFIG, settings, resolved=True), context=CHECKED)
+    return validated(Config, config_tree(folder / CONFIG, resolved=True), context=CHECKED)
 
 
 def data_settings(folder: Path | None, data: Path) -> list[str]:

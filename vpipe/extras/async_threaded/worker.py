@@ -198,7 +198,7 @@ class ThreadedWorker(Worker):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._in_turn = not isinstance(self.transport, transport.DistributedTransport)  # in one process
+        self._in_one_process = not isinstance(self.transport, transport.DistributedTransport)
         device = next(iter(self.stages.values())).device
         self._streams = DeviceStreams(device) if device.type != "cpu" else Streams()
         self._ordered = {index for index, stage in self.stages.items() if stage.saves_buffers}
@@ -219,7 +219,7 @@ class ThreadedWorker(Worker):
             self._catch_up()  # deferred sends come before the receives after them
         if action.op is Op.SEND_F and self.segment.training:
             self._deferred.append(action)
-            if self._in_turn:
+            if self._in_one_process:
                 self._catch_up()
         else:
             with self._streams.sending(None) if action.op is Op.SEND_B else nullcontext():
@@ -255,7 +255,7 @@ class ThreadedWorker(Worker):
             torch._C._autograd._top_saved_tensors_default_hooks(True))
         self._under_way[stage_index, microbatch] = given, self._latest
         self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
-        if self._in_turn or (stage_index == self.last_stage and microbatch == self.segment.assignment.share(
+        if self._in_one_process or (stage_index == self.last_stage and microbatch == self.segment.assignment.share(
                 stage_index, 0, stage_index, self.rank)[-1]):  # after a batch's last forward the losses are sent
             self._gather()
 

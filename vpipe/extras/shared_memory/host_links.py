@@ -147,7 +147,7 @@ class SharedMemoryTransfers:
         # Activations, by peer: sent, and accepted there; accepted here, and as many as the peer was told.
         self._latest: dict[int, TransferKey] = {}
         self._sent, self._taken = dict.fromkeys(links.links, 0), dict.fromkeys(links.links, 0)
-        self._accepted, self._told = dict.fromkeys(links.links, 0), dict.fromkeys(links.links, 0)
+        self._accepted, self._acknowledged = dict.fromkeys(links.links, 0), dict.fromkeys(links.links, 0)
         links.register(generation, self)
 
     def is_crowded(self, peer: int) -> bool:
@@ -158,7 +158,7 @@ class SharedMemoryTransfers:
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
         """Send tensors. Raises as :meth:`SharedMemoryLink.send`."""
         self.links.links[peer].send(key, self._generation, self._accepted[peer], tensors)
-        self._told[peer] = self._accepted[peer]
+        self._acknowledged[peer] = self._accepted[peer]
         if key.kind == TransferKind.ACTIVATIONS:
             self._sent[peer] += 1
         self._latest[peer] = key
@@ -202,13 +202,13 @@ class SharedMemoryTransfers:
 
     def _accept(self, peer: int) -> None:
         self._accepted[peer] += 1
-        if self._accepted[peer] - self._told[peer] > self._most // 2:
+        if self._accepted[peer] - self._acknowledged[peer] > self._most // 2:
             self._acknowledge(peer)
 
     def _acknowledge(self, peer: int) -> None:
         with suppress(LinkClosedError):
             self.links.links[peer].acknowledge(self._generation, self._accepted[peer])
-        self._told[peer] = self._accepted[peer]
+        self._acknowledged[peer] = self._accepted[peer]
 
     def wait(self, peer: int, until: Callable[[], bool]) -> None:
         """Wait for something that comes from a rank.
@@ -223,7 +223,7 @@ class SharedMemoryTransfers:
             if link.closed:
                 raise LinkClosedError("Connection closed by peer")
             for other, each in self.links.links.items():
-                if each.returned or self._accepted[other] != self._told[other]:
+                if each.returned or self._accepted[other] != self._acknowledged[other]:
                     self._acknowledge(other)
             left = deadline - monotonic()
             if left <= 0:
@@ -234,7 +234,7 @@ class SharedMemoryTransfers:
         """Yield the ranks that have not accepted all activations, or were not sent all messages, with the latest
         transfer and what tells when it is done; and tell every rank what was accepted here."""
         for peer, link in self.links.links.items():
-            if not link.closed and self._accepted[peer] != self._told[peer]:
+            if not link.closed and self._accepted[peer] != self._acknowledged[peer]:
                 self._acknowledge(peer)
         for peer, link in self.links.links.items():
             def is_done(peer: int = peer, link: SharedMemoryLink = link) -> bool:
