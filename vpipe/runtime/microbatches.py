@@ -18,6 +18,7 @@ from vpipe.runtime.label_weights import CLASSES_ALIKE, Weigh
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.setting import TiedVersionOf
 
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
@@ -334,6 +335,7 @@ class Segment:
         autocast: the dtype of that which the script has around it.
         confirm: waits until all ranks have read the same batches, up to a microbatch of the loader; called before a
             stage makes an update with them.
+        tied_version_of: the version of borrowed weights that a microbatch uses in training.
     """
 
     loader: MicrobatchLoader
@@ -344,6 +346,7 @@ class Segment:
     training: bool
     autocast: torch.dtype | None = None
     confirm: Callable[[int], None] = lambda until: None
+    tied_version_of: TiedVersionOf = lambda owner, microbatch: 0
 
     def number_of(self, action: Action) -> int:
         """Return the run's number of an action's microbatch, update or version."""

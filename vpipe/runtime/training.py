@@ -22,7 +22,9 @@ from vpipe.runtime.step_results import Step
 from vpipe.runtime.surroundings import ScriptChanges, Surroundings, set_aside
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.graph import OnRank
 from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.setting import TiedVersionOf
 
 Pauses = Callable[[int], int | None]
 """Steps done -> the step after which the pipeline drains next; None: no pause is planned."""
@@ -225,10 +227,11 @@ class Training:
         return there
 
     def _train_batch(self, loader: MicrobatchLoader, first: int) -> None:
-        segment, last_forwards = self._segment(loader, first, self._schedule.assignment), self._results.last_forwards
+        setting, last_forwards = self._schedule.setting, self._results.last_forwards
+        segment = self._segment(loader, first, setting.assignment, setting.tied_version_of)
         if last_forwards:
             self._results.post(segment, 0)
-        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch, self._batch)
+        steps: Iterable[int] = self._interpreter.run(segment, self._programs.of_batch, self._batch)
         try:
             if not last_forwards:
                 steps = list(steps)  # losses are exchanged when the batch is done
@@ -278,8 +281,9 @@ class Training:
             return there
 
         assignment = replace(self._schedule.assignment, has_microbatch=has_microbatch)
-        segment = self._segment(loader, first, assignment)
-        stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, assignment), self._results)
+        actions, tied_version_of = self._programs.for_stream(assignment)
+        segment = self._segment(loader, first, assignment, tied_version_of)
+        stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, actions), self._results)
         try:
             while (step := self._next_of_stream(stream)) is not None:
                 self._compare_lanes()
@@ -317,10 +321,10 @@ class Training:
                                    "call of the pipeline ends the microbatches in flight")
             raise
 
-    def _steps_of_stream(self, segment: Segment, assignment: Assignment) -> Iterator[int]:
+    def _steps_of_stream(self, segment: Segment, actions: Iterator[OnRank]) -> Iterator[int]:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
-            yield from self._interpreter.run(segment, self._programs.for_stream(assignment))
+            yield from self._interpreter.run(segment, actions)
         except GeneratorExit:  # the caller goes away between two steps
             raise
         except BaseException as error:
@@ -373,14 +377,15 @@ class Training:
             self._collectives.check_lanes()
             self._lanes_compared = True
 
-    def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment) -> Segment:
+    def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment,
+                 tied_version_of: TiedVersionOf) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         for steps in (worker.optimizer_steps for worker in self._workers.values() if not self.position.steps):
             for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
                 companion.begin()  # with what a script has made of the weights before the first update
         base = self.position.microbatches * self._schedule.slices
-        return Segment(loader, first, base, self.position.steps, assignment,
-                       training=True, autocast=self.surroundings.autocast, confirm=self._loaders.comparison.confirm)
+        return Segment(loader, first, base, self.position.steps, assignment, True, self.surroundings.autocast,
+                       self._loaders.comparison.confirm, tied_version_of)
 
     @set_aside
     def drain(self) -> Sequence[Step]:
