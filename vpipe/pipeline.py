@@ -34,7 +34,7 @@ from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, labelled
 from vpipe.runtime.collectives import LocalUsage, clock_offset, together
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.microbatches import Batch, MicrobatchLoader
+from vpipe.runtime.microbatches import Batch, BatchForm, MicrobatchLoader
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
 from vpipe.runtime.pipeline_checkpoint import ShardedState, load_pipeline, save_pipeline
@@ -186,8 +186,8 @@ class Pipeline:
         if ranks > len(model):
             raise UserError(f"ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
                             hint=f"plan for at most {len(model)} ranks")
-        loader = MicrobatchLoader(iter([batch]), microbatches or 1, model.batch, lambda microbatch: 1,
-                                  unread=model.unread)
+        loader = MicrobatchLoader(iter([batch]), BatchForm(model.batch, microbatches or 1, unread=model.unread),
+                                  lambda microbatch: 1)
         if not loader.has(0):
             assert loader.error is not None, "there is a batch"
             raise loader.error

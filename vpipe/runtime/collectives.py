@@ -33,7 +33,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.model import Model
-from vpipe.runtime.batch_comparison import checksum
+from vpipe.runtime.microbatches import checksum
 from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import is_sharded, local, shard_of, whole
 from vpipe.runtime.stage import Stage

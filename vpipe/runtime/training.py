@@ -29,8 +29,6 @@ from vpipe.schedules.setting import TiedVersionOf
 Pauses = Callable[[int], int | None]
 """Steps done -> the step after which the pipeline drains next; None: no pause is planned."""
 
-_made_here = count()
-
 
 class Training:
     """Train the stages of this process.
@@ -57,7 +55,6 @@ class Training:
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
         self._streamed: MicrobatchLoader | None = None  # the latest
-        self._number = collectives.job.from_rank(next(_made_here))  # the same on all ranks
         self._stopped = 0  # calls of train that ended since a rank asked
         lanes = collectives.lanes
         self._lanes_compared = lanes.count == 1  # after their first update
@@ -101,7 +98,7 @@ class Training:
     def _training(self) -> str:
         """The name by which all ranks know what the next stop ends; a request that comes late ends no other training.
         """
-        return f"training {self._stopped} of pipeline {self._number}"
+        return f"training {self._stopped} of pipeline {self._loaders.number}"
 
     def ask_stop(self) -> None:
         """End the training on all ranks; see :meth:`vpipe.Pipeline.stop`."""
@@ -188,7 +185,7 @@ class Training:
         own = None if bad is not None else loader.fields if there else []
         job, comparison = self._collectives.job, self._loaders.comparison
         batches = comparison.take()
-        batch = self._batch = (self._number, next(self._batches)) if self._gives_up else None
+        batch = self._batch = (self._loaders.number, next(self._batches)) if self._gives_up else None
         if loader.error is not None:
             loader.close()
         of_all: list[Any] = []  # where this one cannot begin a batch that others begin
