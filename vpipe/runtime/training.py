@@ -135,9 +135,8 @@ class Training:
         stream = self._stream
         if stream is None:
             return self.position
-        first, done = stream.segment.first, stream.done * self._schedule.assignment.per_step
-        return self.position.after(stream.done, done, self._samples(stream.segment, first + done),
-                                   (first + done) % self._microbatches)
+        return self._after(stream.segment, stream.segment.first + stream.done * self._schedule.assignment.per_step,
+                           stream.done)
 
     def _train_whole(self, batches: Iterator[Batch], updates: int | None) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
@@ -242,7 +241,8 @@ class Training:
         except BaseException:
             self._interpreter.fail()
             raise
-        self._collectives.check_numbers()
+        if self._collectives.compares_numbers:
+            self._collectives.check_numbers()
 
     def _train_stream(self, batches: Iterator[Batch], updates: int | None, pauses: Pauses) -> Iterator[Step]:
         """Train without a flush, from pause to pause, first on what an earlier call has read of the same batches."""
@@ -415,18 +415,22 @@ class Training:
         self._stream = None
         self._close(stream.segment, stream.segment.loader.total, stream.done)
         self._loaders.agree_on_end(stream.segment.loader)
-        self._collectives.check_numbers()
+        if self._collectives.compares_numbers:
+            self._collectives.check_numbers()
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
-        done, _ = segment.assignment.microbatch_and_slice(end - segment.first)
-        within, _ = segment.assignment.microbatch_and_slice(end)
-        self.position = self.position.after(steps, done, self._samples(segment, end), within % self._microbatches)
+        self.position = self._after(segment, end, steps)
         self._interpreter.finish()
 
-    def _samples(self, segment: Segment, end: int) -> int:
-        """Return the samples of a segment's microbatches until ``end``, of all lanes that read batches of their own."""
-        return segment.loader.samples(segment.first, end) * len(self._collectives.lanes.averaged)
+    def _after(self, segment: Segment, end: int, steps: int) -> Position:
+        """Return the position after so many steps of a segment, whose microbatches until ``end`` are done."""
+        done, _ = segment.assignment.microbatch_and_slice(end - segment.first)
+        within, _ = segment.assignment.microbatch_and_slice(end)
+        samples = segment.loader.samples(segment.first, end) * len(self._collectives.lanes.averaged)
+        before = self.position
+        return Position(before.steps + steps, before.microbatches + done, within % self._microbatches,
+                        before.samples + samples)
 
     def check_restorable(self, position: Position) -> None:
         """Refuse a position that this pipeline cannot resume from.
