@@ -51,6 +51,7 @@ class Training:
         self._optimizers = [optimizer for worker in self._workers.values()
                             for optimizer in worker.optimizer_steps.optimizers.values()]
         self._changes = ScriptChanges(self._stages, self._optimizers, schedule.name, surroundings)
+        self._read = self._changes.calling(next, "the iterator of batches", lambda: self._stream is not None)
         self.begin_at(Position(0, 0, 0))
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
@@ -142,7 +143,7 @@ class Training:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
         first, whole = 0, self._schedule.microbatches
         self._loaders.comparison.confirm()  # of a batch that was given up
-        loader = self._make_loader(batches, whole)
+        loader = self._loaders.make(batches, whole, self._read)
         if updates is not None:
             loader.end = -(-updates * self._schedule.assignment.per_step // whole) * whole
         while self._has(loader, first):
@@ -157,10 +158,6 @@ class Training:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._loaders.agree_on_end(loader)
         self._loaders.end(loader)
-
-    def _make_loader(self, batches: Iterator[Batch], period: int | None, begun: int = 0) -> MicrobatchLoader:
-        read = self._changes.calling(next, "the iterator of batches", lambda: self._stream is not None)
-        return self._loaders.make(batches, period, read, begun)
 
     def _has(self, loader: MicrobatchLoader, first: int) -> bool:
         """Return whether there is a microbatch to go on with, with what the script has made of the weights. What a rank
@@ -251,7 +248,7 @@ class Training:
             self.drain()  # of another call of train
             if loader is None or loader.batches is not batches:
                 begun = self._restored.within(self._microbatches) if self.position == self._restored else 0
-                loader = self._streamed = self._make_loader(batches, None, begun)
+                loader = self._streamed = self._loaders.make(batches, None, self._read, begun)
                 loader.end = begun
             first, done = loader.total, self.position.steps
             pause = pauses(done)
