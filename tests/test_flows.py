@@ -17,7 +17,7 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.runtime import prepare_schedule
 from vpipe.schedules import Action
 
-CEILINGS = {"actions of microbatches": 10, "an update": 32, "description to programs": 16,
+CEILINGS = {"actions of microbatches": 9, "an update": 23, "description to programs": 16,
             "makers of a schedule's graph": 1, "slices": 39, "ZeRO-1": 24}
 """They fall, never rise; aims are 12 for an update, 10, 1, 20 and 20."""
 
@@ -73,6 +73,14 @@ def counts() -> dict[str, int]:
     return {"actions of microbatches": len(actions), "an update": len(update),
             "description to programs": len(prepared), "makers of a schedule's graph": len(graphs),
             "slices": knowing("slices|sliced|SequenceSlice"), "ZeRO-1": knowing("zero1|owners|GATHER_W")}
+
+
+def test_a_constructor_has_eight_arguments_at_most() -> None:
+    """But for two that scripts call: to group their keywords would change these calls."""
+    found = {node.name for file in FILES for node in nodes(file) if isinstance(node, ast.ClassDef)
+             for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"
+             and len(each.args.posonlyargs + each.args.args + each.args.kwonlyargs) > len(["self"]) + 8}
+    assert found == {"Pipeline", "RecordedRun"}
 
 
 @pytest.mark.parametrize("what", CEILINGS)

@@ -34,7 +34,7 @@ from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, labelled
 from vpipe.runtime.collectives import LocalUsage, clock_offset, together
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.microbatches import Batch, MicrobatchLoader
+from vpipe.runtime.microbatches import Batch, BatchForm, MicrobatchLoader
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.outputs import Outputs, Wanted
 from vpipe.runtime.pipeline_checkpoint import ShardedState, load_pipeline, save_pipeline
@@ -186,8 +186,8 @@ class Pipeline:
         if ranks > len(model):
             raise UserError(f"ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
                             hint=f"plan for at most {len(model)} ranks")
-        loader = MicrobatchLoader(iter([batch]), microbatches or 1, model.batch, lambda microbatch: 1,
-                                  unread=model.unread)
+        loader = MicrobatchLoader(iter([batch]), BatchForm(model.batch, microbatches or 1, unread=model.unread),
+                                  lambda microbatch: 1)
         if not loader.has(0):
             assert loader.error is not None, "there is a batch"
             raise loader.error
@@ -222,6 +222,7 @@ class Pipeline:
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in description.precision.refused(
                 description.transfers.codecs(description.cut.count), schedule.flush)]:
             raise UserError.all_of(refused)
+        _check_lowered(schedule, description)
         self.model, self._trained, self.rank, self.description = model, False, world.rank, description
         self.lane, self.lanes = world.lanes.number, world.lanes.count
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
@@ -570,6 +571,19 @@ def _check_lanes(description: Description, width: int) -> None:
          "fully_shard has the weights in their own precision: use bf16 or fp16")) if there]
     if refused:
         raise UserError.all_of(refused)
+
+
+def _check_lowered(schedule: Schedule, description: Description) -> None:
+    """Refuse a schedule whose actions are not those of the described update."""
+    zero1 = bool(description.update.zero1) and max(map(len, schedule.placement)) > 1
+    for name, there, wanted in (
+            ("zero1", schedule.setting.zero1, zero1),
+            ("needs_norms", schedule.setting.normed, description.needs_norms and (schedule.flush or zero1)),
+            ("execution.data", schedule.setting.sharded, description.execution.data is not None)):
+        if there != wanted:
+            raise UserError(f"the schedule was lowered {'with' if there else 'without'} {name}, but the description is "
+                            f"{'with' if wanted else 'without'} it",
+                            hint="prepare the schedule for the same update and execution: prepare_schedule(...)")
 
 
 def _slow(schedule: Schedule, corrected: bool) -> Iterator[str]:

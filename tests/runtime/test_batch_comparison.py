@@ -17,8 +17,7 @@ from vpipe.distributed.fault import Fault
 from vpipe.distributed.read_batches import ReadBatch, ReadBatches
 from vpipe.distributed.value_exchange import Exchange, Relay
 from vpipe.errors import RunError
-from vpipe.runtime.batch_comparison import BatchComparison, checksum
-from vpipe.runtime.microbatches import Batch, MicrobatchLoader
+from vpipe.runtime.microbatches import Batch, BatchComparison, BatchForm, MicrobatchLoader, checksum
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
         "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no DistributedSampler, since "
@@ -66,7 +65,7 @@ def batches(count: int = 3, samples: int = 12, seed: int = 0) -> list[Batch]:
 def said(read: Iterable[Batch], group: int = 0) -> list[ReadBatch]:
     """What a rank says of all batches that it reads, and of their end."""
     comparison = BatchComparison(Exchange(), ("x", "y"), group)
-    loader = MicrobatchLoader(iter(read), 2, ("x", "y"), lambda _: 1, on_read=comparison.read)
+    loader = MicrobatchLoader(iter(read), BatchForm(("x", "y"), 2), lambda _: 1, comparison=comparison)
     assert not loader.has(1_000)
     return comparison.take()
 

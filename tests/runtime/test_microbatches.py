@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.runtime.microbatches import PER_SAMPLE, Batch, MicrobatchLoader
+from vpipe.runtime.microbatches import PER_SAMPLE, Batch, BatchForm, MicrobatchLoader
+
+FORM = BatchForm(("x", "y"), 2)
 
 
 def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
@@ -23,7 +25,7 @@ def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
 
 def loader(batches: Iterator[Batch], microbatches: int = 2, uses: int = 1,
            equal: bool = True) -> MicrobatchLoader:
-    return MicrobatchLoader(batches, microbatches, ("x", "y"), lambda _: uses, equal=equal)
+    return MicrobatchLoader(batches, BatchForm(("x", "y"), microbatches, equal=equal), lambda _: uses)
 
 
 def failure(batch: Batch) -> str:
@@ -91,7 +93,7 @@ def test_a_batch_is_let_go_when_every_taker_has_had_it() -> None:
 
 def test_a_batch_is_let_go_when_those_who_take_its_microbatches_have_had_them() -> None:
     """As a replica sees it: of two microbatches the second is its own, of every third batch none is."""
-    stream = MicrobatchLoader(numbered(3), 2, ("x", "y"), lambda microbatch: int(microbatch in (1, 3)))
+    stream = MicrobatchLoader(numbered(3), FORM, lambda microbatch: int(microbatch in (1, 3)))
     assert stream.has(5)
     assert stream.consume(1)["x"].tolist() == [2, 3]
     with pytest.raises(KeyError):
@@ -185,7 +187,7 @@ def test_a_batch_is_a_dict_of_tensors_that_can_be_cut_evenly(batch: Any, text: s
 
 def test_values_that_layers_read_must_be_there() -> None:
     batch = {"x": torch.zeros(4, device="meta"), "y": torch.zeros(4)}
-    stream = MicrobatchLoader(iter([batch]), 2, ("x", "y"), lambda _: 1, used=("x",))
+    stream = MicrobatchLoader(iter([batch]), FORM, lambda _: 1, ("x",))
     assert not stream.has(0)
     assert str(stream.error) == (
         "error: the field 'x' of a batch is on the meta device, but layers of this process read it\n"
@@ -202,8 +204,7 @@ def test_batches_read_ahead_are_copied(copied: bool) -> None:
             memory.numpy()[:] = number
             yield {"x": memory, "y": memory}
 
-    stream = MicrobatchLoader(refilled(), 2, ("x", "y"), lambda _: 1, used=("x",),
-                              copy_to=torch.device("cpu") if copied else None)
+    stream = MicrobatchLoader(refilled(), FORM, lambda _: 1, ("x",), torch.device("cpu") if copied else None)
     assert stream.has(3)
     first = stream.consume(0)
     assert first["x"].tolist() == ([0, 0] if copied else [1, 1])

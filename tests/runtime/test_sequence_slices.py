@@ -19,7 +19,7 @@ from world import World
 from vpipe import Layer, Model
 from vpipe.app.families.dropout import Dropout
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.microbatches import MicrobatchLoader
+from vpipe.runtime.microbatches import BatchForm, LabelCount, MicrobatchLoader
 from vpipe.testing import evaluate_oracle, references
 
 BATCHES = rich_batches(2, 8, lengths=(7, 9))
@@ -205,8 +205,8 @@ def test_what_cannot_be_cut_is_refused(changes: Mapping[str, Tensor], what: str)
 def test_slices_of_every_microbatch_of_a_batch() -> None:
     fields = {"x": torch.arange(14).view(2, 7)[:, :, None], "labels": torch.arange(14).view(2, 7)}
     fields["labels"][1, :5] = Model.NO_LABEL
-    loader = MicrobatchLoader(iter([fields, fields]), 2, ("x", "labels"), lambda _: 1, labels="labels", slices=3,
-                              by_label=False)
+    loader = MicrobatchLoader(iter([fields, fields]), BatchForm(("x", "labels"), 2, slices=3), lambda _: 1,
+                              labels=LabelCount("labels", by_label=False))
     assert loader.has(11)
     assert not loader.has(12)
     places = [loader.sliced(index) for index in range(6)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from vpipe import Cut, Model, Pipeline, Update
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
+from vpipe.distributed.init import join_world
 from vpipe.errors import UserError
 from vpipe.runtime.reducer import owners_of
 from vpipe.runtime.state_dict import state_parts
@@ -215,3 +217,14 @@ def test_an_optimizer_that_wants_all_parameters_is_refused(optimizer: Any, text:
         else:
             with pytest.raises(UserError, match=text):
                 list(pipe.train(batches))
+
+
+@pytest.mark.parametrize(("lowered", "described", "words_of_error"), [
+    (Update(Momentum()), Update(Momentum(), zero1=True), "without zero1, but the description is with it"),
+    (Update(Momentum(), zero1=True), Update(Momentum()), "with zero1, but the description is without it"),
+    (Update(Momentum()), Update(Momentum(), grad_clip=1.0), "without needs_norms, but the description is with it")])
+def test_a_schedule_lowered_for_another_update_is_refused(lowered: Update, described: Update,
+                                                          words_of_error: str) -> None:
+    pipe, world = Pipeline(rich_model(), lowered, Cut(2, ranks=4), "1f1b", 4), join_world(device="cpu")
+    with pytest.raises(UserError, match=words_of_error):
+        Pipeline.prepared(pipe.model, replace(pipe.description, update=described), pipe.lowered, world)

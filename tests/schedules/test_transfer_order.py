@@ -282,8 +282,9 @@ def test_actions_keep_their_order_and_only_receives_move() -> None:
 
 def of_stream(schedule: Schedule, rank: int, has_microbatch: Callable[[int], bool]) -> Iterator[Action]:
     """The actions of a rank of a stream that is ordered while it comes."""
-    programs = RankPrograms(schedule, [], ordered=True)
-    return programs.for_stream(replace(schedule.assignment, has_microbatch=has_microbatch))(rank).actions
+    programs = RankPrograms(schedule, [], [rank], ordered=True)
+    actions, _ = programs.for_stream(replace(schedule.assignment, has_microbatch=has_microbatch))
+    return (action for action, _ in actions)
 
 
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
@@ -329,7 +330,7 @@ def test_a_stream_that_repeats_follows_the_other_ranks_no_more(monkeypatch: pyte
 
 def test_a_stream_that_does_not_repeat_is_refused() -> None:
     schedule = prove("pipedream", ((0,), (1,)), 8)
-    programs = RankPrograms(schedule, [], ordered=True)
-    programs.for_stream(schedule.assignment)(0)
+    programs = RankPrograms(schedule, [], [0], ordered=True)
+    programs.for_stream(schedule.assignment)
     with pytest.raises(UserError, match="rank 0 comes to 0B0 where 0F0 is due"):
         list(programs._orders[0].program(lambda number: True, iter([Action.backward(0, 0)])))

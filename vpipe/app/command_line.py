@@ -24,10 +24,10 @@ COMMANDS = PluginGroup("vpipe.commands", "command")
 
 CONFIG_OPTIONS = PluginGroup("vpipe.config_options", "option")
 """The group of entry points for functions that add options to the parser of a command that takes a config. An option
-adds a :class:`Setting` to ``options.settings``."""
+adds a :class:`OptionSetting` to ``options.settings``."""
 
 
-class Setting(str):
+class OptionSetting(str):
     """A value of ``--set`` for which the user wrote another option.
 
     Args:
@@ -38,7 +38,7 @@ class Setting(str):
     option: str
     words: tuple[str, ...]
 
-    def __new__(cls, text: str, option: str, *values: str) -> Setting:
+    def __new__(cls, text: str, option: str, *values: str) -> OptionSetting:
         setting = super().__new__(cls, text)
         setting.option, setting.words = option, (option, *values)
         return setting
@@ -47,7 +47,7 @@ class Setting(str):
 def setting_words(settings: Iterable[str]) -> list[str]:
     """Return settings as they are written on a command line."""
     return [word for setting in settings
-            for word in (setting.words if isinstance(setting, Setting) else ("--set", setting))]
+            for word in (setting.words if isinstance(setting, OptionSetting) else ("--set", setting))]
 
 
 class Parser(argparse.ArgumentParser):

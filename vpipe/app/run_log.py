@@ -105,7 +105,7 @@ def mean_figure(lines: Sequence[Line], key: str) -> float:
     return sum(number(line, key) * number(line, "step_s") for line in lines) / (seconds or nan)
 
 
-class Evaluation(NamedTuple):
+class EvaluatedLoss(NamedTuple):
     """An evaluation after update ``step``; ``averaged``: the loss with the average of the weights."""
 
     step: int
@@ -113,17 +113,17 @@ class Evaluation(NamedTuple):
     averaged: float | None = None
 
     @classmethod
-    def of(cls, line: Line) -> Evaluation:
+    def of(cls, line: Line) -> EvaluatedLoss:
         return cls(line["step"], number(line, EVALUATED), number(line, AVERAGED) if AVERAGED in line else None)
 
 
-def evaluations_since_best(evaluations: Sequence[Evaluation]) -> int:
+def evaluations_since_best(evaluations: Sequence[EvaluatedLoss]) -> int:
     """Return how many evaluations, of one at least, have followed the first with the lowest loss."""
     losses = [each.loss if isfinite(each.loss) else inf for each in evaluations]
     return len(losses) - 1 - losses.index(min(losses))
 
 
-def best_checkpoint(evaluations: Iterable[Evaluation], found: Iterable[Path]) -> Path | None:
+def best_checkpoint(evaluations: Iterable[EvaluatedLoss], found: Iterable[Path]) -> Path | None:
     """Return the checkpoint with the lowest evaluation loss, of equal ones the first; None where none has one."""
     losses = {each.step + 1: each.loss for each in evaluations if isfinite(each.loss)}
     return min((path for path in found if Checkpoints.step_of(path) in losses), default=None,
@@ -136,7 +136,7 @@ class PastMetrics:
 
     lines: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # of every step; NaN where the loss was not finite
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[EvaluatedLoss] = field(default_factory=list)
     time_s: float = 0.0  # of training
     minutes: float = 0.0  # ``training.max_minutes`` that ended an attempt at the last of these steps
     missing: list[tuple[int, int]] = field(default_factory=list)  # first and last step of each gap without lines
@@ -157,7 +157,7 @@ class PastMetrics:
             elif isinstance(line.get("summary"), dict):
                 past.minutes = max(0.0, number(line["summary"], "ended_by_minutes"))  # 0 for none
             elif EVALUATED in line:
-                past.evaluations.append(Evaluation.of(line))
+                past.evaluations.append(EvaluatedLoss.of(line))
         past._note_gap(steps, expected)
         return past
 

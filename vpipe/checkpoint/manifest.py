@@ -114,10 +114,6 @@ class Position:
         """Return how many microbatches are done of the incomplete batch, which has ``batch`` of them."""
         return self.microbatches % batch if self.begun is None else self.begun
 
-    def after(self, steps: int, microbatches: int, samples: int, begun: int) -> Position:
-        """Return the position that many steps, microbatches and samples later."""
-        return Position(self.steps + steps, self.microbatches + microbatches, begun, self.samples + samples)
-
     def as_numbers(self, batch: int) -> dict[str, int]:
         """Return the numbers for a manifest that has the steps and samples; ``batch``: microbatches of a batch."""
         return {"microbatches": self.microbatches, "begun": self.within(batch), "batch": batch}

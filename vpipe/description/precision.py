@@ -70,7 +70,7 @@ class Precision:
         """Return whether weights are held in the reduced precision, beside fp32 masters."""
         return self.name == "bf16_pure"
 
-    @property
+    @cached_property
     def autocasts(self) -> bool:
         """Return whether every layer runs in an autocast of its own."""
         return self.dtype is not None and not self.pure

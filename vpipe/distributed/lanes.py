@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vpipe.errors import UserError, counted
@@ -69,7 +70,7 @@ class Lanes:
         """The job's ranks of this process's lane, in the pipeline's order."""
         return self.ranks[self.number]
 
-    @property
+    @cached_property
     def count(self) -> int:
         return len(self.ranks)
 

@@ -141,7 +141,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         p2p = P2PTransfers(between, kept, values)
         workers[rank] = make_worker(
             stages, steps, tied, transport, p2p,
-            FullyShardedStages(stages, group), len(placement) - 1)
+            FullyShardedStages(stages, group), schedule)
     return workers
 
 

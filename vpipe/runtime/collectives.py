@@ -33,7 +33,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.model import Model
-from vpipe.runtime.batch_comparison import checksum
+from vpipe.runtime.microbatches import checksum
 from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import is_sharded, local, shard_of, whole
 from vpipe.runtime.stage import Stage
@@ -143,11 +143,12 @@ class Collectives:
         beside: of values between those with the same place in all lanes.
         lanes: of the job.
         timeout_s: how long a wait may take.
+        compares_numbers: whether :meth:`check_numbers` is to follow every update.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
                  world: DeviceMap, timeout_s: float) -> None:
-        self._compares = False
+        self.compares_numbers = False
         self._workers, self._specs, self._placement = workers, specs, placement
         self.lanes, self._lane, self.timeout_s = (lanes := world.lanes), lanes.own, timeout_s
         if watch.watchdog is not None:
@@ -207,7 +208,7 @@ class Collectives:
             raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
         made = Counter(name.split()[0] for name, of_torch in found.items() if not of_torch)
-        self._compares = max(made.values(), default=0) > 1
+        self.compares_numbers = max(made.values(), default=0) > 1
         for kind, stage, optimizer in optimizers:
             if made[kind] > 1 and is_joint(optimizer):
                 raise UserError(f"{kind} steps a parameter by the gradients of others, too, such as by a norm over "
@@ -226,11 +227,10 @@ class Collectives:
 
         All stages have made the same updates.
         """
-        if self._compares:
-            of_all = self.job.all_gather([{stage: each.numbers() for stage, each in self._optimizers.items()},
-                                          sorted(name for each in self._optimizers.values() for name in each.written)])
-            check_equal({stage: own for numbers, _ in of_all for stage, own in numbers.items()},
-                        dict.fromkeys(name for _, written in of_all for name in written))
+        of_all = self.job.all_gather([{stage: each.numbers() for stage, each in self._optimizers.items()},
+                                      sorted(name for each in self._optimizers.values() for name in each.written)])
+        check_equal({stage: own for numbers, _ in of_all for stage, own in numbers.items()},
+                    dict.fromkeys(name for _, written in of_all for name in written))
 
     def check_same(self, model: Model, schedule: Schedule, description: Description) -> None:
         """Refuse to build a pipeline that is another one on some rank, on every rank.

@@ -75,13 +75,13 @@ class Engine:
         self.workers.update(build_workers(stages, model, specs, schedule, description, world, ties,
                                           ties_between(specs, frozen.__contains__)))
         recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
-        programs = RankPrograms(schedule, recompute, any(
-            worker.transport.ordered for worker in self.workers.values()))
+        programs = RankPrograms(schedule, recompute, self.workers,
+                                any(worker.transport.ordered for worker in self.workers.values()))
         if schedule.setting.normed:
             collectives.agree_on_norms(of_all=schedule.flush)
         results = StepResults(self.workers, schedule, distributed, world.lanes, collectives.beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
-        self._interpreter = Interpreter(self.workers, results, schedule, self.interrupts, collectives.job, distributed)
+        self._interpreter = Interpreter(self.workers, results, self.interrupts, collectives.job, distributed)
         self.local_stages = self._interpreter.stages
         with self._interpreter.taken_back():
             pass

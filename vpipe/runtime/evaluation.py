@@ -85,7 +85,8 @@ class Evaluation:
         # The loss of a microbatch without a label may be NaN: it does not count.
         total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True) if size), sum(weights)
         self._interpreter.finish()
-        return results.over_lanes(total, weight), {} if wanted is None else self._in_order(outputs, samples)
+        total, weight = self._collectives.over_lanes([total, weight])
+        return total / (weight or 1.0), {} if wanted is None else self._in_order(outputs, samples)
 
     def _assignment(self, microbatches: int) -> Assignment:
         return Assignment(self._placement, microbatches, True, partial(gt, microbatches))

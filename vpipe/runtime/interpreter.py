@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import NamedTuple
 
 from vpipe.distributed.fault import Fault
 from vpipe.distributed.value_exchange import Exchange
@@ -18,10 +18,10 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
-from vpipe.runtime.worker import IsSplit, Worker
+from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import Assignment, Setting, TiedVersionOf
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
-from vpipe.schedules.graph import Flow
+from vpipe.schedules.graph import Flow, OnRank
 from vpipe.schedules.kinds import Action
 from vpipe.schedules.lowering import Lowering, StreamOrder, TransferOrder, in_one_order, lower
 from vpipe.schedules.registry import RegisteredSchedule
@@ -30,56 +30,48 @@ from vpipe.schedules.schedule import Schedule, StreamVersions
 MIDDLE = "the middle of an update: its stages are at different versions"
 
 
-class RankProgram(NamedTuple):
-    """A rank's lowered actions, the versions of borrowed weights they use, and which backwards are split."""
-
-    actions: Iterator[Action]
-    tied_version_of: TiedVersionOf
-    is_split: IsSplit
-
-
 class RankPrograms:
-    """Give every rank its program of a lowered schedule: for batches, streams and evaluations.
+    """Give the actions of a lowered schedule that the ranks of a process execute in batches, streams and evaluations.
 
     Args:
         recompute: stages that recompute activations.
+        ranks: of this process; several take turns.
         ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.lowering`.
+
+    Attributes:
+        of_batch: the program of every batch.
     """
 
-    def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:
+    def __init__(self, schedule: Schedule, recompute: Collection[int], ranks: Collection[int], ordered: bool) -> None:
         if ordered and not schedule.stream:
             schedule, _ = in_one_order(schedule)
-        self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
+        self._schedule, self._recompute, self._ranks, self._ordered = schedule, recompute, ranks, ordered
         self._orders: dict[int, StreamOrder] = {}  # by rank
-        self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
+        self.of_batch: Sequence[OnRank] = () if schedule.stream else self._in_turns(schedule)
+        self._evaluations: dict[int, Sequence[OnRank]] = {}  # the latest, by its number of microbatches
 
-    def for_batch(self, rank: int) -> RankProgram:
-        """Return a rank's program, which is the same for every batch."""
-        versions, split = self._schedule.versions_used, self._schedule.split_backwards
-        return RankProgram(iter(self._schedule.programs[rank]), lambda owner, microbatch: versions[owner, microbatch],
-                           lambda stage, microbatch: (stage, microbatch) in split)
+    def _in_turns(self, schedule: Schedule) -> Sequence[OnRank]:
+        return list(in_turns({rank: iter(schedule.programs[rank]) for rank in self._ranks}, schedule.setting))
 
-    def for_stream(self, assignment: Assignment) -> Callable[[int], RankProgram]:
-        """Return a function that gives a rank its lowered program over all microbatches that exist.
+    def for_stream(self, assignment: Assignment) -> tuple[Iterator[OnRank], TiedVersionOf]:
+        """Return the program over all microbatches that exist, and the versions of borrowed weights that they use.
 
         The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
         on those that never come are left out.
         """
-        split = {stage for stage, _ in self._schedule.split_backwards}
         lowered, setting = self._lowered_stream(assignment)
 
-        def program(rank: int) -> RankProgram:
-            actions = lowered(rank)
-            if self._ordered and all(kind.is_own for kind in self._schedule.kinds):
-                if rank not in self._orders:  # the programs repeat behind a quarter of what is proved: checker.check
-                    self._orders[rank] = StreamOrder(partial(self._ordered_stream, rank), self._schedule.assignment,
-                                                     rank, settled=self._schedule.microbatches // 4)
-                actions = self._orders[rank].program(assignment.has_microbatch, actions)
-            elif self._ordered:  # what packages add may repeat later than steps do
-                actions = self._ordered_stream(rank, assignment).program(rank)
-            return RankProgram(actions, setting.tied_version_of, lambda stage, microbatch: stage in split)
+        def program(rank: int) -> Iterator[Action]:
+            if not self._ordered:
+                return lowered(rank)
+            if not all(kind.is_own for kind in self._schedule.kinds):  # what packages add may repeat later than steps
+                return self._ordered_stream(rank, assignment).program(rank)
+            if rank not in self._orders:  # the programs repeat behind a quarter of what is proved: checker.check
+                self._orders[rank] = StreamOrder(partial(self._ordered_stream, rank), self._schedule.assignment,
+                                                 rank, settled=self._schedule.microbatches // 4)
+            return self._orders[rank].program(assignment.has_microbatch, lowered(rank))
 
-        return program
+        return in_turns({rank: program(rank) for rank in self._ranks}, setting), setting.tied_version_of
 
     def _lowered_stream(self, assignment: Assignment) -> tuple[Callable[[int], Iterator[Action]], Setting]:
         """Return what gives the lowered program of a rank in a stream, and the setting of the stream."""
@@ -105,16 +97,53 @@ class RankPrograms:
         lowered, setting = self._lowered_stream(assignment)
         return TransferOrder(setting, list(map(lowered, range(self._schedule.ranks))), ranks=[rank])
 
-    def for_evaluation(self, microbatches: int) -> Callable[[int], RankProgram]:
-        """Return a function that gives a rank its program of an evaluation: forwards through all stages."""
+    def for_evaluation(self, microbatches: int) -> Sequence[OnRank]:
+        """Return the program of an evaluation: forwards through all stages."""
         if microbatches not in self._evaluations:
             schedule = lower(build_evaluation(self._schedule.placement, microbatches))
             if self._ordered:
                 schedule, _ = in_one_order(schedule)
-            self._evaluations = {microbatches: schedule}
-        programs = self._evaluations[microbatches].programs
-        return lambda rank: RankProgram(iter(programs[rank]), lambda owner, microbatch: 0,
-                                        lambda stage, microbatch: False)
+            self._evaluations = {microbatches: self._in_turns(schedule)}
+        return self._evaluations[microbatches]
+
+
+def in_turns(programs: Mapping[int, Iterator[Action]], setting: Setting) -> Iterator[OnRank]:
+    """Yield the actions of ranks in an order in which one thread can execute them: a rank goes on as long as all that
+    it needs has been made. One rank alone waits for others where it must.
+
+    With a flush ranks step when all can: an error before that leaves the weights unchanged.
+
+    Raises:
+        RunError: no rank can go on.
+    """
+    if len(programs) == 1:
+        for rank, program in programs.items():
+            yield from zip(program, repeat(rank))
+        return
+    step_together, flow = setting.assignment.flush, Flow(setting)
+    heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
+    while heads:
+        moved = False
+        for rank in list(heads):
+            action: Action | None = heads.pop(rank)
+            while action is not None and (action.op.transfer is not None or flow.missing(action, rank) is None):
+                if action.op.makes_version and step_together:
+                    break
+                yield action, rank
+                if action.op.told:
+                    flow.follow(action, rank)
+                moved = True
+                action = next(programs[rank], None)
+            if action is not None:
+                heads[rank] = action
+        if step_together and not moved:
+            step_together = False
+        elif not moved:
+            waits = "; ".join(
+                f"rank {rank} at {action} waits for the {value.name} {index} of stage {stage} from rank {home}"
+                for rank, action in heads.items() if (found := flow.missing(action, rank))
+                for value, stage, index, home in [found])
+            raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
 
 class Interrupts:
@@ -167,7 +196,6 @@ class Interpreter:
     Args:
         workers: of this process, by rank.
         results: sends losses as soon as they are computed.
-        schedule: the lowered one.
         interrupts: of the user; one that waits is raised between two actions, while a batch can still be given up.
         job: the exchange between all processes.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
@@ -179,46 +207,50 @@ class Interpreter:
         stepped: whether weights may have changed in the latest segment.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], results: StepResults, schedule: Schedule,
-                 interrupts: Interrupts, job: Exchange, distributed: bool) -> None:
+    def __init__(self, workers: Mapping[int, Worker], results: StepResults, interrupts: Interrupts, job: Exchange,
+                 distributed: bool) -> None:
         self.workers, self.results, self.interrupts = workers, results, interrupts
         self.stages = [stage for worker in workers.values() for stage in worker.stages.values()]
-        self._setting, self._job, self._distributed = schedule.setting, job, distributed
+        self._job, self._distributed = job, distributed
         self.broken = self.stepped = False
         self._batch: tuple[int, int] | None = None
         for worker in workers.values():
             worker.optimizer_steps.stepping = self._stepping
         self.why: str | None = None  # nothing, or a segment is running
 
-    def run(self, segment: Segment, program_of: Callable[[int], RankProgram],
-            batch: tuple[int, int] | None = None) -> Iterator[int]:
+    def run(self, segment: Segment, actions: Iterable[OnRank], batch: tuple[int, int] | None = None) -> Iterator[int]:
         """Execute a segment, a ``batch`` that processes can give up together or another one; yield each step when every
         stage of this process has made all its updates."""
         self.stepped, self._batch, self.why = False, batch, None
         keep = segment.training and (batch is not None or not self._distributed)
         self._put_back = [stage.kept_state() for stage in self.stages if keep and stage.forwards_change_state]
-        programs = {rank: program_of(rank) for rank in self.workers}
-        for rank, worker in self.workers.items():
-            worker.begin(segment, programs[rank].tied_version_of, programs[rank].is_split, batch)
-        assignment, here = segment.assignment, sum(len(worker.stages) for worker in self.workers.values())
+        for worker in self.workers.values():
+            worker.begin(segment, batch)
+        assignment, here = segment.assignment, len(self.stages)
+        interrupts, last_forwards = self.interrupts, self.results.last_forwards
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self.broken = True  # until the end is reached
         try:
-            for rank, action in self._execute_all(programs, segment):
-                if action.op.makes_version:
-                    used = (action.index + 1) * assignment.per_update(action.stage)
-                    step, left = divmod(used, assignment.per_step)
-                    made[step - 1] += not left
-                    # A step of fewer microbatches ends with the programs.
-                    if made[done] == here and len(assignment.in_step(done)) == assignment.per_step:
-                        self.broken = False
-                        yield done
-                        self.broken = True
-                        del made[done]
-                        done += 1
-                else:
+            for action, rank in actions:
+                if interrupts.noted and not self.stepped:  # else the batch is better ended
+                    interrupts.raise_noted()
+                if self._distributed and action.op.makes_version:
+                    segment.confirm(segment.first + assignment.in_update(action.stage, action.index).stop)
+                self.workers[rank].execute(action)
+                if action is last_forwards.get(rank):
                     self.results.send(segment, 0, rank)
+                if not action.op.makes_version:
+                    continue
+                step, left = divmod((action.index + 1) * assignment.per_update(action.stage), assignment.per_step)
+                made[step - 1] += not left
+                # A step of fewer microbatches ends with the programs.
+                if made[done] == here and len(assignment.in_step(done)) == assignment.per_step:
+                    self.broken = False
+                    yield done
+                    self.broken = True
+                    del made[done]
+                    done += 1
             if segment.training:
                 with self._stepping(lambda: bool):
                     pass
@@ -239,51 +271,6 @@ class Interpreter:
         self.broken = False
         if segment.training and assignment.in_step(done):
             yield done
-
-    def _execute_all(self, rank_programs: Mapping[int, RankProgram], segment: Segment) -> Iterator[tuple[int, Action]]:
-        """Execute each rank's actions as soon as their inputs are there; yield steps and last forwards afterwards.
-
-        With a flush the ranks of one process step when all can: an error before that leaves the weights unchanged.
-        """
-        step_together, last_forwards = segment.assignment.flush and not self._distributed, self.results.last_forwards
-        # What tells whether an action can be executed, where all ranks are in this process.
-        interrupts, flow = self.interrupts, None if self._distributed else Flow(replace(
-            self._setting, assignment=segment.assignment,
-            tied_version_of=next(iter(rank_programs.values())).tied_version_of))
-        programs = {rank: program.actions for rank, program in rank_programs.items()}
-        heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
-        while heads:
-            moved = False
-            for rank in list(heads):
-                execute, program, last_forward = self.workers[rank].execute, programs[rank], last_forwards.get(rank)
-                action: Action | None = heads.pop(rank)
-                while action is not None and (flow is None or action.op.transfer is not None
-                                                  or flow.missing(action, rank) is None):
-                    if interrupts.noted and not self.stepped:  # else the batch is better ended
-                        interrupts.raise_noted()
-                    if action.op.makes_version:
-                        if step_together:
-                            break
-                        if self._distributed:
-                            used = segment.assignment.in_update(action.stage, action.index)
-                            segment.confirm(segment.first + used.stop)
-                    execute(action)
-                    if flow is not None and action.op.told:
-                        flow.follow(action, rank)
-                    moved = True
-                    if action.op.makes_version or action is last_forward:
-                        yield rank, action
-                    action = next(program, None)
-                if action is not None:
-                    heads[rank] = action
-            if step_together and not moved:
-                step_together = False
-            elif not moved:
-                waits = "; ".join(
-                    f"rank {rank} at {action} waits for the {value.name} {index} of stage {stage} from rank {home}"
-                    for rank, action in heads.items() if flow is not None and (found := flow.missing(action, rank))
-                    for value, stage, index, home in [found])
-                raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
     @contextmanager
     def _stepping(self, mark: Callable[[], Callable[[], bool]]) -> Iterator[bool]:

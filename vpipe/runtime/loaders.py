@@ -13,10 +13,9 @@ from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange
 from vpipe.errors import RunError
 from vpipe.model.model import Model
-from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.label_weights import CLASSES_ALIKE, ClassWeights, LossCheck, Weigh
-from vpipe.runtime.microbatches import Batch, MicrobatchLoader
+from vpipe.runtime.microbatches import Batch, BatchComparison, BatchForm, LabelCount, MicrobatchLoader
 from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
@@ -32,6 +31,7 @@ class Loaders:
         workers: of this process, by rank, once they are built.
 
     Attributes:
+        number: of the pipeline among those of the job, on all ranks the same.
         comparison: of the batches with those of other ranks.
         labels: the field by whose labels an evaluation counts microbatches; None where these count by their samples.
 
@@ -46,9 +46,9 @@ class Loaders:
         self._microbatches, self._device = description.microbatches, world.own
         self._counted, self.labels = description.update.counted_labels(model.labels), model.labels
         self._losses_checked = set[bool]()
-        number = collectives.job.from_rank(next(_made_here))  # the same on all ranks
-        self.comparison = BatchComparison(exchange(f"batches of pipeline {number}", collectives.timeout_s), model.batch,
-                                          min(world.lanes.alike))
+        self.number = collectives.job.from_rank(next(_made_here))
+        self.comparison = BatchComparison(exchange(f"batches of pipeline {self.number}", collectives.timeout_s),
+                                          model.batch, min(world.lanes.alike))
 
     def make(self, batches: Iterator[Batch], period: int | None, read: Callable[..., Any], begun: int = 0,
              training: bool = True) -> MicrobatchLoader:
@@ -74,13 +74,13 @@ class Loaders:
         weigh = CLASSES_ALIKE if counted is None else self._weigh(counted, last, training)
         if not training and not last:
             counted = None  # the last stage has them
-        on_read = self.comparison.read if self._collectives.job.ranks > 1 else None
+        labels = None if counted is None else LabelCount(counted, weigh, self._collectives.over_lanes if training else
+                                                         list, not training or self._counted is not None)
         self.comparison.take()  # what another loader read and was not told of, since that was interrupted
-        return MicrobatchLoader(batches, self._microbatches, self._model.batch, uses, used,
-                                self._device if self._schedule.stream or not training else None, on_read,
-                                counted, weigh, self._collectives.over_lanes if training else list,
-                                slices=slices, by_label=not training or self._counted is not None, equal=training,
-                                read=read, unread=self._model.unread)
+        return MicrobatchLoader(
+            batches, BatchForm(self._model.batch, self._microbatches, slices, training, self._model.unread),
+            uses, used, self._device if self._schedule.stream or not training else None, labels,
+            self.comparison if self._collectives.job.ranks > 1 else None, read)
 
     def end(self, loader: MicrobatchLoader) -> None:
         """Raise the user's error of a batch that could not be read, when the batches before it are done."""

@@ -82,6 +82,7 @@ class SideEffects:
         inputs: names of the inputs that the layers change in place.
         sources: of random numbers other than torch's own.
         drawn: those of them that forwards draw from.
+        changes_buffers: whether a forward may change a buffer.
         walks_its_graph: whether a layer takes gradients of its own within its forward.
         inert: whether nothing is to be done from now on: the layers are not recomputed, and their first forwards have
             changed nothing.
@@ -98,6 +99,7 @@ class SideEffects:
                         if recomputed or module not in statistics]
         self._copied: set[tuple[str, str]] = set()  # buffers that forwards change in place: each gets its own copy
         self._changed = bool(statistics)  # whether forwards change buffers
+        self.changes_buffers = True
         self.sources = list(_random_sources(modules))
         self.drawn: list[_RandomSource] = []
         self.walks_its_graph = self.inert = False
@@ -173,12 +175,8 @@ class SideEffects:
                 self._tables = [(path, table) for path, table in self._tables
                                 if table and (self._recomputed or any((path, name) in self._copied for name in table))]
                 self.inert = not (self._recomputed or self.inputs or self._tables)
+        self.changes_buffers = bool(self._left or self._changed)
         return StateBefore(buffers, [(source, numbers) for source, numbers in state.random if source in self.drawn])
-
-    @property
-    def changes_buffers(self) -> bool:
-        """Return whether a forward may change a buffer."""
-        return bool(self._left or self._changed)
 
     def swap_in(self, state: StateBefore) -> None:
         """Put back the state before a forward, with copies of buffers that forwards change in place."""

@@ -162,14 +162,6 @@ class StepResults:
             not_finite, _ = segment.assignment.microbatch_and_slice(segment.base + first)
         return loss, bool(results[0][0]), not_finite
 
-    def over_lanes(self, total: float, weight: float) -> float:
-        """Return the mean of an evaluation over the lanes that read batches of their own, from the sums of this one."""
-        sums = [[total, weight]]
-        if len(self._lanes.averaged) > 1:
-            of_all = self._beside.all_gather(sums[0])
-            sums = [of_all[lane] for lane in self._lanes.averaged]
-        return sum(total for total, _ in sums) / (sum(weight for _, weight in sums) or 1.0)
-
     def gather(self, numbers: Mapping[int, Sequence[float]], microbatches: range, assignment: Assignment,
                exchange: Exchange) -> list[float]:
         """Return numbers of an evaluation in the order of its microbatches, on every rank.

@@ -21,13 +21,12 @@ from vpipe.runtime.stage_optimizer import check_rescheduled
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.surroundings import ScriptChanges, Surroundings, set_aside
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, TiedVersionOf
+from vpipe.schedules.graph import OnRank
 from vpipe.schedules.schedule import Schedule
 
 Pauses = Callable[[int], int | None]
 """Steps done -> the step after which the pipeline drains next; None: no pause is planned."""
-
-_made_here = count()
 
 
 class Training:
@@ -51,11 +50,11 @@ class Training:
         self._optimizers = [optimizer for worker in self._workers.values()
                             for optimizer in worker.optimizer_steps.optimizers.values()]
         self._changes = ScriptChanges(self._stages, self._optimizers, schedule.name, surroundings)
+        self._read = self._changes.calling(next, "the iterator of batches", lambda: self._stream is not None)
         self.begin_at(Position(0, 0, 0))
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
         self._streamed: MicrobatchLoader | None = None  # the latest
-        self._number = collectives.job.from_rank(next(_made_here))  # the same on all ranks
         self._stopped = 0  # calls of train that ended since a rank asked
         lanes = collectives.lanes
         self._lanes_compared = lanes.count == 1  # after their first update
@@ -99,7 +98,7 @@ class Training:
     def _training(self) -> str:
         """The name by which all ranks know what the next stop ends; a request that comes late ends no other training.
         """
-        return f"training {self._stopped} of pipeline {self._number}"
+        return f"training {self._stopped} of pipeline {self._loaders.number}"
 
     def ask_stop(self) -> None:
         """End the training on all ranks; see :meth:`vpipe.Pipeline.stop`."""
@@ -136,15 +135,14 @@ class Training:
         stream = self._stream
         if stream is None:
             return self.position
-        first, done = stream.segment.first, stream.done * self._schedule.assignment.per_step
-        return self.position.after(stream.done, done, self._samples(stream.segment, first + done),
-                                   (first + done) % self._microbatches)
+        return self._after(stream.segment, stream.segment.first + stream.done * self._schedule.assignment.per_step,
+                           stream.done)
 
     def _train_whole(self, batches: Iterator[Batch], updates: int | None) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
         first, whole = 0, self._schedule.microbatches
         self._loaders.comparison.confirm()  # of a batch that was given up
-        loader = self._make_loader(batches, whole)
+        loader = self._loaders.make(batches, whole, self._read)
         if updates is not None:
             loader.end = -(-updates * self._schedule.assignment.per_step // whole) * whole
         while self._has(loader, first):
@@ -159,10 +157,6 @@ class Training:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._loaders.agree_on_end(loader)
         self._loaders.end(loader)
-
-    def _make_loader(self, batches: Iterator[Batch], period: int | None, begun: int = 0) -> MicrobatchLoader:
-        read = self._changes.calling(next, "the iterator of batches", lambda: self._stream is not None)
-        return self._loaders.make(batches, period, read, begun)
 
     def _has(self, loader: MicrobatchLoader, first: int) -> bool:
         """Return whether there is a microbatch to go on with, with what the script has made of the weights. What a rank
@@ -186,7 +180,7 @@ class Training:
         own = None if bad is not None else loader.fields if there else []
         job, comparison = self._collectives.job, self._loaders.comparison
         batches = comparison.take()
-        batch = self._batch = (self._number, next(self._batches)) if self._gives_up else None
+        batch = self._batch = (self._loaders.number, next(self._batches)) if self._gives_up else None
         if loader.error is not None:
             loader.close()
         of_all: list[Any] = []  # where this one cannot begin a batch that others begin
@@ -225,10 +219,11 @@ class Training:
         return there
 
     def _train_batch(self, loader: MicrobatchLoader, first: int) -> None:
-        segment, last_forwards = self._segment(loader, first, self._schedule.assignment), self._results.last_forwards
+        setting, last_forwards = self._schedule.setting, self._results.last_forwards
+        segment = self._segment(loader, first, setting.assignment, setting.tied_version_of)
         if last_forwards:
             self._results.post(segment, 0)
-        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch, self._batch)
+        steps: Iterable[int] = self._interpreter.run(segment, self._programs.of_batch, self._batch)
         try:
             if not last_forwards:
                 steps = list(steps)  # losses are exchanged when the batch is done
@@ -242,7 +237,8 @@ class Training:
         except BaseException:
             self._interpreter.fail()
             raise
-        self._collectives.check_numbers()
+        if self._collectives.compares_numbers:
+            self._collectives.check_numbers()
 
     def _train_stream(self, batches: Iterator[Batch], updates: int | None, pauses: Pauses) -> Iterator[Step]:
         """Train without a flush, from pause to pause, first on what an earlier call has read of the same batches."""
@@ -251,7 +247,7 @@ class Training:
             self.drain()  # of another call of train
             if loader is None or loader.batches is not batches:
                 begun = self._restored.within(self._microbatches) if self.position == self._restored else 0
-                loader = self._streamed = self._make_loader(batches, None, begun)
+                loader = self._streamed = self._loaders.make(batches, None, self._read, begun)
                 loader.end = begun
             first, done = loader.total, self.position.steps
             pause = pauses(done)
@@ -278,8 +274,9 @@ class Training:
             return there
 
         assignment = replace(self._schedule.assignment, has_microbatch=has_microbatch)
-        segment = self._segment(loader, first, assignment)
-        stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, assignment), self._results)
+        actions, tied_version_of = self._programs.for_stream(assignment)
+        segment = self._segment(loader, first, assignment, tied_version_of)
+        stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, actions), self._results)
         try:
             while (step := self._next_of_stream(stream)) is not None:
                 self._compare_lanes()
@@ -317,10 +314,10 @@ class Training:
                                    "call of the pipeline ends the microbatches in flight")
             raise
 
-    def _steps_of_stream(self, segment: Segment, assignment: Assignment) -> Iterator[int]:
+    def _steps_of_stream(self, segment: Segment, actions: Iterator[OnRank]) -> Iterator[int]:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
-            yield from self._interpreter.run(segment, self._programs.for_stream(assignment))
+            yield from self._interpreter.run(segment, actions)
         except GeneratorExit:  # the caller goes away between two steps
             raise
         except BaseException as error:
@@ -373,14 +370,15 @@ class Training:
             self._collectives.check_lanes()
             self._lanes_compared = True
 
-    def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment) -> Segment:
+    def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment,
+                 tied_version_of: TiedVersionOf) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         for steps in (worker.optimizer_steps for worker in self._workers.values() if not self.position.steps):
             for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
                 companion.begin()  # with what a script has made of the weights before the first update
         base = self.position.microbatches * self._schedule.slices
-        return Segment(loader, first, base, self.position.steps, assignment,
-                       training=True, autocast=self.surroundings.autocast, confirm=self._loaders.comparison.confirm)
+        return Segment(loader, first, base, self.position.steps, assignment, True, self.surroundings.autocast,
+                       self._loaders.comparison.confirm, tied_version_of)
 
     @set_aside
     def drain(self) -> Sequence[Step]:
@@ -413,18 +411,22 @@ class Training:
         self._stream = None
         self._close(stream.segment, stream.segment.loader.total, stream.done)
         self._loaders.agree_on_end(stream.segment.loader)
-        self._collectives.check_numbers()
+        if self._collectives.compares_numbers:
+            self._collectives.check_numbers()
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
-        done, _ = segment.assignment.microbatch_and_slice(end - segment.first)
-        within, _ = segment.assignment.microbatch_and_slice(end)
-        self.position = self.position.after(steps, done, self._samples(segment, end), within % self._microbatches)
+        self.position = self._after(segment, end, steps)
         self._interpreter.finish()
 
-    def _samples(self, segment: Segment, end: int) -> int:
-        """Return the samples of a segment's microbatches until ``end``, of all lanes that read batches of their own."""
-        return segment.loader.samples(segment.first, end) * len(self._collectives.lanes.averaged)
+    def _after(self, segment: Segment, end: int, steps: int) -> Position:
+        """Return the position after so many steps of a segment, whose microbatches until ``end`` are done."""
+        done, _ = segment.assignment.microbatch_and_slice(end - segment.first)
+        within, _ = segment.assignment.microbatch_and_slice(end)
+        samples = segment.loader.samples(segment.first, end) * len(self._collectives.lanes.averaged)
+        before = self.position
+        return Position(before.steps + steps, before.microbatches + done, within % self._microbatches,
+                        before.samples + samples)
 
     def check_restorable(self, position: Position) -> None:
         """Refuse a position that this pipeline cannot resume from.

@@ -34,12 +34,8 @@ from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TransferKind, Transport
 from vpipe.runtime.values import LOSS, WANTED
 from vpipe.schedules import kinds
-from vpipe.schedules.assignment import TiedVersionOf
 from vpipe.schedules.kinds import CARRIED, CARRIED_GRADIENT, HALF, OFFLOADED, SAVED, Action, Kind, Op
-
-IsSplit = Callable[[int, int], bool]
-"""(stage, microbatch) -> whether its backward comes in two halves."""
-
+from vpipe.schedules.schedule import Schedule
 
 Around = Callable[[Action, Callable[[], None]], None]
 """Executes an action by the function that it is given, with something before or after."""
@@ -92,13 +88,15 @@ class Worker:
         transport: of the rank.
         p2p: transfers between these stages and their neighbours.
         fully_sharded: these stages where lanes share out their weights.
-        last_stage: of the pipeline.
+        schedule: of the pipeline.
     """
 
     def __init__(self, stages: Mapping[int, Stage], steps: OptimizerSteps, tied: TiedWeights, transport: Transport,
-                 p2p: P2PTransfers, fully_sharded: FullyShardedStages, last_stage: int) -> None:
+                 p2p: P2PTransfers, fully_sharded: FullyShardedStages, schedule: Schedule) -> None:
         self.rank, self.stages, self.transport, self.optimizer_steps = transport.rank, stages, transport, steps
-        self.tied, self.fully_sharded, self.last_stage = tied, fully_sharded, last_stage
+        self.tied, self.fully_sharded, self.last_stage = tied, fully_sharded, schedule.stages - 1
+        self._split = schedule.split_backwards
+        self._always_split = {stage for stage, _ in self._split} if schedule.stream else set[int]()
         self.p2p, self.values = p2p, p2p.values
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self._holds = False
@@ -110,8 +108,6 @@ class Worker:
         self.peak_activations = dict.fromkeys(stages, 0)
         self._staleness = dict.fromkeys(stages, 0)
         self.segment: Segment
-        self._tied_version_of: TiedVersionOf
-        self.is_split: IsSplit
         self.operations = {kind: self._operation(kind) for kind in kinds.known()}
         self.around: list[Around] = []
 
@@ -124,11 +120,9 @@ class Worker:
 
     # -- what the interpreter calls --------------------------------------------------------------------
 
-    def begin(self, segment: Segment, tied_version_of: TiedVersionOf, is_split: IsSplit,
-              batch: tuple[int, int] | None = None) -> None:
+    def begin(self, segment: Segment, batch: tuple[int, int] | None = None) -> None:
         """Begin a segment; ``batch``: which all ranks can give up as long as none has stepped."""
-        self.segment, self._tied_version_of, self.is_split = segment, tied_version_of, is_split
-        self._batch = batch
+        self.segment, self._batch = segment, batch
         if segment.training:
             self._holds, self.passing = batch is not None, self.held is not None
         for stage in self.stages.values():
@@ -326,6 +320,10 @@ class Worker:
             self.values[CARRIED, stage_index, microbatch], record.carried = record.carried, {}
         return outputs, record
 
+    def is_split(self, stage_index: int, microbatch: int) -> bool:
+        """Return whether a backward comes in two halves."""
+        return stage_index in self._always_split or (stage_index, microbatch) in self._split
+
     def _post_activations(self, stage_index: int, microbatch: int) -> None:
         self.p2p.post_activations(stage_index, microbatch)
 
@@ -342,7 +340,7 @@ class Worker:
         within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
         pins: dict[int, int] | None = None
         if segment.training:
-            pins = stage.pin({owner: self.tied.install(owner, self._tied_version_of(owner, microbatch))
+            pins = stage.pin({owner: self.tied.install(owner, segment.tied_version_of(owner, microbatch))
                               for owner in stage.borrowed})
         else:
             stage.use_latest()

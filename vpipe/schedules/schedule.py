@@ -100,7 +100,7 @@ class Schedule:
     @cached_property
     def assignment(self) -> Assignment:
         """The microbatches of every replica and of every update."""
-        return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches,
+        return Assignment(self.placement, self.update_every, self.flush, range(self.microbatches).__contains__,
                           self.frozen, self.slices)
 
     @cached_property

@@ -19,7 +19,7 @@ from torch import nn
 from vpipe import Cut, Plan
 from vpipe.app.config.config import config_row, load_config
 from vpipe.app.data.epoch import HeldOutText
-from vpipe.app.run_log import Evaluation, PastMetrics
+from vpipe.app.run_log import EvaluatedLoss, PastMetrics
 from vpipe.app.train import metrics as module
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import build_pipeline, train
@@ -311,7 +311,7 @@ def test_ranks_count_once_however_many_stages_they_hold(monkeypatch: pytest.Monk
 
 def test_a_run_that_went_on_has_the_speeds_of_this_attempt_and_the_losses_of_all(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    past = PastMetrics(["..."] * 4, [8.0] * 4, [Evaluation(3, 7.5)], time_s=400.0)
+    past = PastMetrics(["..."] * 4, [8.0] * 4, [EvaluatedLoss(3, 7.5)], time_s=400.0)
     figures = RunFigures.from_metrics(made(monkeypatch, [1.0, 1.0], past), [USAGE], ((0,),))
     assert figures is not None
     assert (figures.steps, figures.steps_done, figures.time_s, figures.tokens_per_s) == (2, 6, 2.0, 64.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.app.progress import LOADING_TORCH, byte_progress, message_if_slow
-from vpipe.app.run_log import EVALUATED, Evaluation, RunLog, best_checkpoint
+from vpipe.app.run_log import EVALUATED, EvaluatedLoss, RunLog, best_checkpoint
 from vpipe.app.train.run_folder import CONFIG, check_not_running, checkpoints_root
 from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, grouped, terminal_columns
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
@@ -26,7 +26,7 @@ def run_ls(options: argparse.Namespace) -> None:
     """Print a line for each checkpoint of a run, the oldest first, and which has the lowest evaluation loss."""
     found = checkpoints_in(options.folder)
     runs = options.folder, *options.folder.absolute().parents[:2]  # it may be the run's, or one of checkpoints in it
-    evaluations = (Evaluation.of(line) for run in runs for _, line in RunLog(run).entries(EVALUATED)
+    evaluations = (EvaluatedLoss.of(line) for run in runs for _, line in RunLog(run).entries(EVALUATED)
                    if line and EVALUATED in line)
     best = best_checkpoint(evaluations, Checkpoints(found[0].parent).all())  # also where one of them is named
     rows, damaged = [], []

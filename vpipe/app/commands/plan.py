@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vpipe import Order, Plan, accelerator
-from vpipe.app.command_line import Setting, setting_words
+from vpipe.app.command_line import OptionSetting, setting_words
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, config_tree, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
@@ -286,8 +286,8 @@ def _save(plan: Plan, options: argparse.Namespace) -> None:
     """Write the plan, and print the command that runs it."""
     output = options.output
     words = ["vpipe", "train", str(options.config)]
-    words += setting_words(setting for setting in options.settings
-                           if setting.partition("=")[0].strip() not in PLANNED and not isinstance(setting, Setting))
+    words += setting_words(setting for setting in options.settings if not isinstance(setting, OptionSetting)
+                           and setting.partition("=")[0].strip() not in PLANNED)
     run = shlex.join([*words, "--set", f"parallel.plan={output or 'plan.json'}"])
     if output is None:
         print(f"to run it, write it with -o plan.json, then: {run}")

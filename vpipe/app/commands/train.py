@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from vpipe.app.command_line import Setting
+from vpipe.app.command_line import OptionSetting
 from vpipe.app.commands.trace import write_report
 from vpipe.app.config import config as configs
 from vpipe.app.config.config import Config
@@ -96,7 +96,7 @@ def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> tup
 
 def _note_form(options: argparse.Namespace, config: Config) -> None:
     """Print what those should know who train with options of another program."""
-    if options.config is not None and any(isinstance(setting, Setting) for setting in options.settings):
+    if options.config is not None and any(isinstance(setting, OptionSetting) for setting in options.settings):
         for kind in ADDITIONS.added():
             if (note := kind().note(options.config, options.settings, config)) is not None:
                 print(f"note: {note}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from vpipe import Execution, Order, Precision
-from vpipe.app.command_line import Setting
+from vpipe.app.command_line import OptionSetting
 from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived, drop_ranks
 from vpipe.app.config.formats import check_form, formats_of
 from vpipe.app.config.machines import machine_mistakes
@@ -539,7 +539,7 @@ def _setting(text: str) -> tuple[str, Tree]:
     """Parse the ``key=value`` of a ``--set``; the value is YAML."""
     key, equals, value = text.partition("=")
     key = key.strip()
-    name, where = (text.option, text.option) if isinstance(text, Setting) else (key, f"--set {key}")
+    name, where = (text.option, text.option) if isinstance(text, OptionSetting) else (key, f"--set {key}")
     if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
         raise UserError(f"{describe(text)} does not set a key", where=where,
                         hint="write --set training.learning_rate=3e-4")

@@ -2,7 +2,7 @@
 
 Each adds it by an entry point of its name in the group ``vpipe.config``, which leads to a subclass of
 :class:`ConfigAddition`; options for the commands that take a config are added by functions in the group
-``vpipe.config_options`` (:class:`~vpipe.app.command_line.Setting`)::
+``vpipe.config_options`` (:class:`~vpipe.app.command_line.OptionSetting`)::
 
     [project.entry-points."vpipe.config"]
     toml = "my_package.toml_configs:TomlConfig"

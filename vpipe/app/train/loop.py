@@ -23,7 +23,7 @@ from vpipe.app.config.config import config_row
 from vpipe.app.data.epoch import prefetched
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.progress import message_if_slow
-from vpipe.app.run_log import METRICS, Evaluation, PastMetrics, evaluations_since_best
+from vpipe.app.run_log import METRICS, EvaluatedLoss, PastMetrics, evaluations_since_best
 from vpipe.app.signals import Stopped, graceful_stop
 from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.event_writers import event_writers
@@ -138,7 +138,7 @@ class _TrainingRun:
             if show:
                 past = PastMetrics.read(self._folder, job.steps_done)
             past.time_s, evaluations = exchange().from_rank([past.time_s, past.evaluations])
-            past.evaluations = [Evaluation(*each) for each in evaluations]
+            past.evaluations = [EvaluatedLoss(*each) for each in evaluations]
             self._evaluated = evaluations[-1][0] + 1 if evaluations else 0
         flops = model_flops(config.model, len(job.model))
         efficiency = Efficiency.of_pipe(pipe, flops, config.metrics.peak_tflops, show)

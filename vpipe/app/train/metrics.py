@@ -23,7 +23,7 @@ from vpipe import Pipeline
 from vpipe.app.errors import LastingError, os_errors
 from vpipe.app.metric_formulas import RECENT, WARM_UP, perplexity
 from vpipe.app.progress import message_if_slow, on_terminal
-from vpipe.app.run_log import AVERAGED, Evaluation, PastMetrics
+from vpipe.app.run_log import AVERAGED, EvaluatedLoss, PastMetrics
 from vpipe.app.train.event_writers import EventWriter
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
 from vpipe.app.visualize.table import compact
@@ -156,7 +156,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self.exclude_time()
         losses: Line = {}
         if loss is not None:
-            self.evaluations.append(Evaluation(step, loss, averaged))
+            self.evaluations.append(EvaluatedLoss(step, loss, averaged))
             losses = {"evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_")}
         if averaged is not None:
             losses[AVERAGED] = finite(averaged)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vpipe.app.command_line import Setting
+from vpipe.app.command_line import OptionSetting
 
 OPTION = "--scheduler"
 
 
 class _SetScheduler(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        namespace.settings = [*namespace.settings, Setting(f"parallel.scheduler={values}", OPTION, str(values))]
+        namespace.settings = [*namespace.settings, OptionSetting(f"parallel.scheduler={values}", OPTION, str(values))]
 
 
 def add_scheduler(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from vpipe.app.command_line import Setting
+from vpipe.app.command_line import OptionSetting
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.config.formats import ConfigAddition
 from vpipe.app.config.parallel import OF_SCHEDULE
@@ -83,12 +83,12 @@ class OurGPipe(ConfigAddition):
 
     def note(self, path: Path, settings: Sequence[str], config: Config) -> str | None:
         """Return a note where ``--scheduler`` gives a flush to a file without one: its batch may be one microbatch."""
-        scheduler = next((setting.words[1] for setting in settings if isinstance(setting, Setting)
+        scheduler = next((setting.words[1] for setting in settings if isinstance(setting, OptionSetting)
                           and setting.option == OPTION), None)
         if scheduler is None:
             return None
         with suppress(UserError):  # in a file that is wrong without it
-            written = load_config(path, [setting for setting in settings if not isinstance(setting, Setting)],
+            written = load_config(path, [setting for setting in settings if not isinstance(setting, OptionSetting)],
                                   started=None).parallel
             if written.asynchronous:
                 few, stages = config.microbatches, config.parallel.model_parallel_size

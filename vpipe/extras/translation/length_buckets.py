@@ -120,19 +120,19 @@ class PairDataset:
 
     Args:
         pairs: of each split.
-        padding, end: those tokens.
+        specials: the tokens of padding and of the end.
         max_tokens: see :class:`LengthBuckets`; None for batches of a fixed size.
         sequence_length: the most tokens of a side.
         held_out: source and target of each held-out pair, as texts.
         lines: what the data are, for the beginning of a run.
     """
 
-    def __init__(self, vocab_size: int, sequence_length: int, pairs: Mapping[Split, TokenPairs], padding: int, end: int,
-                 max_tokens: int | None = None, tokenizer_path: Path | None = None,
+    def __init__(self, vocab_size: int, sequence_length: int, pairs: Mapping[Split, TokenPairs],
+                 specials: tuple[int, int], max_tokens: int | None = None, tokenizer_path: Path | None = None,
                  held_out: tuple[tuple[str, str], ...] = (), lines: tuple[str, ...] = ()) -> None:
         self.vocab_size, self.sequence_length, self.tokenizer_path = vocab_size, sequence_length, tokenizer_path
         self.held_out, self.lines = held_out, lines
-        self._pairs, self._padding, self._end, self._max_tokens = pairs, padding, end, max_tokens
+        self._pairs, (self._padding, self._end), self._max_tokens = pairs, specials, max_tokens
         self._buckets: dict[int, LengthBuckets] = {}
 
     @cached_property

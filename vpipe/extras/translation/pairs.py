@@ -180,7 +180,7 @@ def pair_dataset(corpus: Corpus, settings: DatasetSettings) -> PairDataset:
                             "tokens on a side", hint="raise model.sequence_length")
     LengthBuckets(pairs["train"].widths, settings.batch_size, settings.max_tokens)  # which checks the sizes
     tokenizer, texts = load_tokenizer(cache.tokenizer_path), cache.held_out()
-    return PairDataset(cache.vocab_size, longest, pairs, token_id(tokenizer, PADDING), token_id(tokenizer, END),
+    return PairDataset(cache.vocab_size, longest, pairs, (token_id(tokenizer, PADDING), token_id(tokenizer, END)),
                        settings.max_tokens, cache.tokenizer_path, tuple(texts[row] for row in fitting["test"]),
                        _lines(cache, longest, too_long))
 

@@ -47,4 +47,4 @@ def synthetic_pairs(vocab_size: int, sequence_length: int, samples: int = 1024, 
                           for total in lengths.sum(0))
         pairs[split] = TokenPairs.from_lengths(source, target, lengths)
     LengthBuckets(pairs["train"].widths, batch_size, max_tokens)  # which checks the sizes
-    return PairDataset(vocab_size, sequence_length, pairs, 0, 1, max_tokens)
+    return PairDataset(vocab_size, sequence_length, pairs, (0, 1), max_tokens)

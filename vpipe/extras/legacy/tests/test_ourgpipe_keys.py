@@ -9,7 +9,7 @@ import pytest
 from small_run import write_config
 
 from vpipe.app.cli import main
-from vpipe.app.command_line import Setting, setting_words
+from vpipe.app.command_line import OptionSetting, setting_words
 from vpipe.app.commands.train import _note_form
 from vpipe.app.config.config import Config, load_config
 from vpipe.errors import UserError
@@ -28,9 +28,9 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("c.yaml")
 
 
-def scheduler(name: str) -> Setting:
+def scheduler(name: str) -> OptionSetting:
     """What ``--scheduler`` gives."""
-    return Setting(f"parallel.scheduler={name}", "--scheduler", name)
+    return OptionSetting(f"parallel.scheduler={name}", "--scheduler", name)
 
 
 def load(path: Path, text: str, *overrides: str) -> Config:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from golden import assert_golden, refusal
 
-from vpipe.app.command_line import Setting
+from vpipe.app.command_line import OptionSetting
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import hosts_of, ranks_here
 from vpipe.app.train.job import device_of
@@ -221,7 +221,7 @@ def test_overrides_take_native_and_flat_keys(flat: Path) -> None:
 
 def test_scheduler_option(flat: Path) -> None:
     flat.write_text(GOOD)
-    parallel = load_config(flat, [Setting("parallel.scheduler=naive", "--scheduler", "naive")]).parallel
+    parallel = load_config(flat, [OptionSetting("parallel.scheduler=naive", "--scheduler", "naive")]).parallel
     assert (parallel.schedule, parallel.executor) == ("gpipe", "naive")
 
 

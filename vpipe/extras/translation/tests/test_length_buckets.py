@@ -68,7 +68,7 @@ def small(max_tokens: int | None = None) -> PairDataset:
     source, target = np.array([2, 3, 4, 5, 6], np.uint16), np.array([7, 8, 9, 2, 3, 4], np.uint16)
     lengths = np.array([[1, 2], [3, 1], [1, 3]])
     pairs = TokenPairs.from_lengths(source, target, lengths)
-    return PairDataset(10, 4, {"train": pairs, "test": pairs}, 0, 1, max_tokens,
+    return PairDataset(10, 4, {"train": pairs, "test": pairs}, (0, 1), max_tokens,
                        held_out=(("a", "bc"), ("d", "e"), ("f", "gh")))
 
 
@@ -129,7 +129,7 @@ def test_the_held_out_text_of_pairs_is_their_targets() -> None:
 
 def test_a_token_out_of_the_vocabulary_is_noticed_when_it_is_read() -> None:
     pairs = TokenPairs.from_lengths(np.array([70000], np.uint32), np.array([3], np.uint32), np.array([[1, 1]]))
-    dataset = PairDataset(10, 4, {"train": pairs, "test": pairs}, 0, 1)
+    dataset = PairDataset(10, 4, {"train": pairs, "test": pairs}, (0, 1))
     assert len(list(dataset.batches("train", 1, seed=0, fields=["labels"]))) == 1
     with pytest.raises(UserError, match="a pair has the token 70000, but the vocabulary ends at 9"):
         list(dataset.batches("train", 1, seed=0))
