@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -69,34 +70,6 @@ class LayerProfile:
     largest_bytes: int = 0  # of its largest parameter that is trained; where each replica steps whole ones, see zero1
     carried_bytes: int = 0  # of what its slices hand on to one another, such as keys and values, of all tokens
     past_bytes: int = 0  # what a slice keeps of that from those before it, recomputed or not; see Profile.sliced
-
-    def sliced(self, slices: int, accumulate_s: float) -> LayerProfile:
-        """Return the mean costs of one of so many slices, see :meth:`Profile.sliced`.
-
-        Slice i of n keeps what all slices before it have carried, i / n of it, even where it drops the rest. On average
-        that is (n - 1) / 2n of it; those in flight are the first ones of their microbatches, which keep no more on
-        average. A slice that is recomputed has it twice, for it puts its own behind a copy. That leaves room for the
-        gradient of what was carried, which is there between two backwards, but for (n - 1) / 2n of it at most.
-
-        A layer may have one memory for what all slices carry, as vpipe's families do, all of it from the first slice to
-        the last: no more than that, but for two slices, of two microbatches, where it is 1 / n for each slice.
-
-        Args:
-            accumulate_s: the seconds of a backward in which gradients of weights are added up, in each slice alike.
-        """
-        def share(time: Seconds, each_s: float = 0.0) -> Seconds:
-            return replace(time, median=(time.median - min(each_s, time.median)) / slices + min(each_s, time.median))
-
-        def part(size: int) -> int:
-            return -(-size // slices)
-
-        return replace(
-            self, forward=share(self.forward), backward=share(self.backward, accumulate_s),
-            input_half=share(self.input_half), weight_half=share(self.weight_half, accumulate_s),
-            recompute=share(self.recompute), writes=tuple(replace(one, bytes=part(one.bytes)) for one in self.writes),
-            saved_bytes=part(self.saved_bytes), past_bytes=-(-self.carried_bytes * max(slices - 1, 2) // (2 * slices)),
-            weight_half_bytes=part(self.weight_half_bytes), working_bytes=part(self.working_bytes),
-            forward_flops=part(self.forward_flops))
 
 
 @dataclass(frozen=True)
@@ -214,12 +187,34 @@ class Profile:
 
         Times and bytes are equal shares: a slice's mean, which attention to all tokens before makes the less even the
         longer sequences are. What one action takes beside its work, and adding to gradients of weights, is not shared.
+
+        Slice i of n keeps what all slices before it have carried, i / n of it, even where it drops the rest. On average
+        that is (n - 1) / 2n of it; those in flight are the first ones of their microbatches, which keep no more on
+        average. A slice that is recomputed has it twice, for it puts its own behind a copy. That leaves room for the
+        gradient of what was carried, which is there between two backwards, but for (n - 1) / 2n of it at most.
+
+        A layer may have one memory for what all slices carry, as vpipe's families do, all of it from the first slice to
+        the last: no more than that, but for two slices, of two microbatches, where it is 1 / n for each slice.
         """
-        if slices == 1:
-            return self
-        layers = tuple(layer.sliced(slices, layer.parameter_bytes / self.accumulate_bytes_per_s
-                                    if self.accumulate_bytes_per_s else 0.0) for layer in self.layers)
-        return replace(self, layers=layers, fields={name: -(-size // slices) for name, size in self.fields.items()})
+        def share(time: Seconds, each_s: float = 0.0) -> Seconds:
+            return replace(time, median=(time.median - min(each_s, time.median)) / slices + min(each_s, time.median))
+
+        def part(size: int) -> int:
+            return -(-size // slices)
+
+        layers, rate = [], self.accumulate_bytes_per_s or math.inf
+        for layer in self.layers if slices > 1 else ():
+            added_s = layer.parameter_bytes / rate  # to gradients of weights, in each slice alike
+            layers.append(replace(
+                layer, forward=share(layer.forward), backward=share(layer.backward, added_s),
+                input_half=share(layer.input_half), weight_half=share(layer.weight_half, added_s),
+                recompute=share(layer.recompute),
+                writes=tuple(replace(one, bytes=part(one.bytes)) for one in layer.writes),
+                saved_bytes=part(layer.saved_bytes), working_bytes=part(layer.working_bytes),
+                past_bytes=-(-layer.carried_bytes * max(slices - 1, 2) // (2 * slices)),
+                weight_half_bytes=part(layer.weight_half_bytes), forward_flops=part(layer.forward_flops)))
+        return self if slices == 1 else replace(
+            self, layers=tuple(layers), fields={name: part(size) for name, size in self.fields.items()})
 
     @cached_property
     def names(self) -> tuple[LayerNames, ...]:

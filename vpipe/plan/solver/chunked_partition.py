@@ -8,7 +8,6 @@ the microbatches that the rank holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -42,28 +41,24 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
         return None
     demands = list(_demands(choice, table.profile.zero1))
     plain = table.work_s(split)
-    starts = None if partition is None else [0, *accumulate(partition)]
 
     def find(demand_of: list[StageDemand]) -> FoundPartition | None:
         def evaluate(ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-            stage = stages - ranks_left
-            work = plain[stop] - plain[first] + table.recompute_s(first, stop, demand_of[stage])
-            if starts is not None:
-                work = np.where((first == starts[stage]) & (stop == starts[stage + 1]), work, np.inf)
+            work = plain[stop] - plain[first] + table.recompute_s(first, stop, demand_of[stages - ranks_left])
             return work, work
 
-        return smallest_bottleneck(unreplicated_problem(stages, plain, evaluate),
+        return smallest_bottleneck(unreplicated_problem(stages, plain, evaluate, fixed=partition),
                                    lambda: not _may_fit(table, demand_of))
 
     for attempt in _attempts(demands, shares):
         if (found := find(attempt)) is None:
             continue
         recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
-                           for each, demand in zip(found.slices, attempt, strict=True))
+                           for each, demand in zip(found.stages, attempt, strict=True))
         kept = kept_bytes(table.profile, found.partition, recomputed, placement)
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
                                demand.weight_halves, width=demand.width, moved=kept.moved[stage])
-                  for stage, (each, demand, layers) in enumerate(zip(found.slices, demands, recomputed, strict=True))]
+                  for stage, (each, demand, layers) in enumerate(zip(found.stages, demands, recomputed, strict=True))]
         if table.limit_bytes is not None and any(
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes
                 for ranks in placement for rank in ranks[:1]):
