@@ -17,6 +17,7 @@ from vpipe.schedules.loads import StreamVersions
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Layout, Placement
 
 
@@ -140,7 +141,8 @@ def test_a_stream_is_lowered_lazily() -> None:
             asked.append(action)
             yield action
 
-    program = Lowering(Assignment(placement, 1, False, lambda microbatch: True), 2, compute, {0: (2,)}).program()
+    assignment = Assignment(placement, 1, False, lambda microbatch: True)
+    program = Lowering(Setting(assignment, {0: (2,)}), 2, compute).program()
     first = list(itertools.islice(program, 7))
     assert [str(action) for action in first] == [
         "2RECV_F0", "2F0", "2RECV_F1", "2B0", "2SEND_B0", "0SEND_TIED_G0", "0RECV_TIED_W1"]

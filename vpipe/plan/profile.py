@@ -164,10 +164,15 @@ class Profile:
         return next((number for number, layer in enumerate(self.layers[:-1]) if layer.parameter_bytes or layer.tied
                      or any(tensor.wants_gradient for tensor in layer.writes)), len(self.layers) - 1)
 
+    def sharers(self, width: int) -> int:
+        """Return how many of a stage's ``width`` replicas share one step and one state of its optimizer."""
+        return width if self.zero1 else 1
+
     def owned_bytes(self, total: int, largest: int, width: int) -> int:
         """Return the most that one of so many replicas has of what there is for parameters, ``largest`` for one
         (:func:`vpipe.runtime.reducer.owners_of`)."""
-        return -(-(total + (width - 1) * largest) // width) if self.zero1 else total
+        sharers = self.sharers(width)
+        return -(-(total + (sharers - 1) * largest) // sharers)
 
     def averaged_bytes(self, weights: int) -> int:
         """Return the bytes of the average of so many bytes of trained weights, which is as wide as master weights."""
@@ -381,9 +386,9 @@ def _profile(content: Mapping[str, Any]) -> Profile:
     if profile.cores == 0:
         raise ValueError("its ranks share 0 cores")
     for number, layer in enumerate(profile.layers):
-        owners = [*layer.tied, *layer.frozen_tied]
-        if not all(0 <= owner < number for owner in owners) or not 0 <= layer.like <= number:
-            raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {owners}")
+        lenders = [*layer.tied, *layer.frozen_tied]
+        if not all(0 <= lender < number for lender in lenders) or not 0 <= layer.like <= number:
+            raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {lenders}")
         around = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
         if unknown := set(layer.saves) - around:
             raise ValueError(f"layer {number} keeps {sorted(unknown)}, which it neither reads nor writes")

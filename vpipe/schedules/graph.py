@@ -14,7 +14,7 @@ from vpipe.errors import UserError
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Kind, Needed, Value
+from vpipe.schedules.kinds import EXCHANGED, PART, SUM, Kind, Needed, Value, with_exchanges
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Placement
 
@@ -299,10 +299,9 @@ class Dependencies:
     def __init__(self, placement: Placement, update_every: int, flush: bool, present: Collection[Kind],
                  slices: int = 1) -> None:
         self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0, slices=slices)
-        there = frozenset[Value]().union(*(kind.made for kind in present))
         # A simulated sum is a transfer, no action.
-        self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there,
-                                sharded=GATHERED in there, zero1=EXCHANGED in there)
+        plain = Setting(self.assignment, is_lowered=any(SUM in kind.made for kind in present))
+        self._setting = with_exchanges(plain, present)
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

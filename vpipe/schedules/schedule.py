@@ -14,7 +14,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
 from vpipe.schedules.graph import Graph, Spot
-from vpipe.schedules.kinds import EXCHANGED, GATHERED, HALF, NORMS, SAVED, Value
+from vpipe.schedules.kinds import HALF, SAVED, with_exchanges
 from vpipe.schedules.loads import RankPeaks, StagePeaks, peak, recomputations, versions_used
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import (
@@ -90,10 +90,9 @@ class Schedule:
     @cached_property
     def setting(self) -> Setting:
         """What the rows of :mod:`vpipe.schedules.kinds` ask about the pipeline."""
-        there = frozenset[Value]().union(*(kind.made for kind in self.kinds))
-        return Setting(self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
-                       is_lowered=self.is_lowered, normed=NORMS in there, sharded=GATHERED in there,
-                       zero1=EXCHANGED in there)
+        plain = Setting(self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
+                        self.is_lowered)
+        return with_exchanges(plain, self.kinds)
 
     @cached_property
     def graph(self) -> Graph:

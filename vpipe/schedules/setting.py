@@ -19,11 +19,11 @@ def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], 
 
     A rank that is one itself gets them from itself, a rank with replicas of several numbers from that of the lowest.
     """
-    owners = placement[owner]
+    lenders = placement[owner]
     replica_of = dict(sorted(((borrower, replica) for stage in borrowers
                               for replica, borrower in enumerate(placement[stage])), reverse=True))  # the lowest
     return [borrower for replica, borrower in sorted((replica, borrower) for borrower, replica in replica_of.items())
-            if rank == (borrower if borrower in owners else owners[Assignment.replica_of(replica, len(owners))])]
+            if rank == (borrower if borrower in lenders else lenders[Assignment.replica_of(replica, len(lenders))])]
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,17 @@ class Setting:
     def placement(self) -> Placement:
         return self.assignment.placement
 
+    @property
+    def norms_of_all(self) -> bool:
+        """Whether a step waits for the norms of all stages, not for those alone that the replicas of its own have."""
+        return self.assignment.flush or not self.zero1
+
     def sums(self, stage: int) -> bool:
         """Return whether gradients of a stage are summed over replicas or lanes."""
         return self.sharded or (self.assignment.width(stage) > 1 and self.assignment.trains(stage))
 
     @cached_property
-    def owners(self) -> Mapping[int, Sequence[int]]:
+    def lent_by(self) -> Mapping[int, Sequence[int]]:
         """By borrowing stage, the stages that own the tied weights, in the order of ``ties``."""
         return {stage: [owner for owner in self.ties if stage in self.ties[owner]]
                 for borrowers in self.ties.values() for stage in borrowers}

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from vpipe.plan.profile import Profile
 from vpipe.plan.solver.choice import Candidate, Choice
 from vpipe.plan.solver.partition_search import (
     Floats,
@@ -39,7 +40,7 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
     placement, stages, split = choice.groups, len(choice.groups), choice.traits.split
     if stages > table.layers:
         return None
-    demands = list(_demands(choice, table.profile.zero1))
+    demands = list(_demands(choice, table.profile))
     plain = table.work_s(split)
 
     def find(demand_of: list[StageDemand]) -> FoundPartition | None:
@@ -95,7 +96,7 @@ def _attempts(demands: list[StageDemand], shares: Sequence[float] | float | None
     yield [demand._replace(share=share, part=np.inf) for demand, share in zip(demands, each, strict=True)]
 
 
-def _demands(choice: Choice, zero1: bool) -> Iterator[StageDemand]:
+def _demands(choice: Choice, profile: Profile) -> Iterator[StageDemand]:
     """Yield what every stage holds when its rank holds most, with its part of its rank's memory."""
     built = build(choice.schedule, choice.groups, choice.microbatches)
     costs = Costs((StageCosts(1, 1, 1),) * len(choice.groups))
@@ -107,7 +108,7 @@ def _demands(choice: Choice, zero1: bool) -> Iterator[StageDemand]:
                 for each in built.stages_of(ranks[0])}
         in_flight, versions, halves = held[stage]
         yield StageDemand(max(1, in_flight), versions, halves, part=sum(held[stage]) / sum(map(sum, held.values())),
-                          width=len(ranks) if zero1 else 1)
+                          width=profile.sharers(len(ranks)))
 
 
 def _estimate_s(table: StageTable, choice: Choice, found: FoundPartition) -> float:

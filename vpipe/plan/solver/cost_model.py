@@ -65,7 +65,7 @@ class CostModel:
         if share is not None and not isinstance(share, (int, float)):
             share = share[self._stage_of[ranks_left]]
         return self.choice.demand(ranks_left, width)._replace(
-            share=share, width=width if self.table.profile.zero1 else 1)
+            share=share, width=self.table.profile.sharers(width))
 
     def demands(self, stages: Iterable[StageRange]) -> Iterator[tuple[StageRange, StageDemand]]:
         """Yield the stages of a partition with what a replica of each must hold."""
@@ -78,7 +78,7 @@ class CostModel:
     def by_time(self) -> PartitionProblem:
         """The problem of the least time."""
         choice, all_widths = self.choice, {width for several in self._widths.values() for width in several}
-        least_step = self.table.sums["step"] / (max(all_widths) if self.table.profile.zero1 else 1)
+        least_step = self.table.sums["step"] / self.table.profile.sharers(max(all_widths))
         if not choice.flush:
             least, room = self._plain + least_step / choice.every, {w: float(w) for w in all_widths}
         else:
