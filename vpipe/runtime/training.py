@@ -337,7 +337,7 @@ class Training:
         if not self._interpreter.broken:
             return f"{done} made, and the pipeline is as after the last: train, evaluate and save go on from there"
         versions = sorted({stage.weights.latest for stage in self._stages})
-        lost = sorted({self._schedule.assignment.microbatch_and_slice(number)[0] for worker in self._workers.values()
+        lost = sorted({self._schedule.assignment.whole(number) for worker in self._workers.values()
                        for _, number in worker.values.records()})
         made = " and ".join(map(str, versions if len(versions) < 3 else (f"{versions[0]} to {versions[-1]}",)))
         flight = f", and microbatches {lost[0]} to {lost[-1]} in flight are lost" if lost else ""
@@ -378,7 +378,7 @@ class Training:
         for steps in (worker.optimizer_steps for worker in self._workers.values() if not self.position.steps):
             for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
                 companion.begin()  # with what a script has made of the weights before the first update
-        base = self.position.microbatches * self._schedule.slices
+        base = self._schedule.assignment.indices(self.position.microbatches)
         return Segment(loader, first, base, self.position.steps, assignment,
                        training=True, autocast=self.surroundings.autocast, confirm=self._loaders.comparison.confirm)
 
@@ -417,8 +417,7 @@ class Training:
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
-        done, _ = segment.assignment.microbatch_and_slice(end - segment.first)
-        within, _ = segment.assignment.microbatch_and_slice(end)
+        done, within = segment.assignment.whole(end - segment.first), segment.assignment.whole(end)
         self.position = self.position.after(steps, done, self._samples(segment, end), within % self._microbatches)
         self._interpreter.finish()
 

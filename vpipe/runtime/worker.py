@@ -336,8 +336,8 @@ class Worker:
                   for name, value in segment.loader.consume(segment.first + microbatch).items()
                   if name in stage.spec.fields and not self.passing}
         update, within = divmod(number, segment.assignment.update_every)
-        within, _ = segment.assignment.microbatch_and_slice(within)
-        within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
+        # As if lanes took them in turn.
+        within = segment.assignment.whole(within) * self.fully_sharded.lanes + self.fully_sharded.place
         pins: dict[int, int] | None = None
         if segment.training:
             pins = stage.pin({owner: self.tied.install(owner, self._tied_version_of(owner, microbatch))
@@ -529,8 +529,8 @@ class Worker:
         error.stage, error.action = action.stage, str(action)
         if action.op.computes:
             assignment = self.segment.assignment
-            error.microbatch, part = assignment.microbatch_and_slice(self.segment.base + action.index)
-            error.action += f" on slice {part} of {assignment.slices}" if assignment.slices > 1 else ""
+            error.microbatch = assignment.whole(self.segment.base + action.index)
+            error.action += assignment.part_of(self.segment.base + action.index)
             error.action += "" if self.segment.training else " of an evaluation"
 
 

@@ -70,14 +70,26 @@ class Assignment:
         return (ranks[self.replica_of(microbatch // self.slices, len(ranks))] if len(ranks) > 1
                 else ranks[0] if ranks else -1)
 
-    def microbatch_and_slice(self, index: int) -> tuple[int, int]:
-        """Return the whole microbatch that an index belongs to, and which of its slices it is, from 0."""
-        return divmod(index, self.slices)
+    def indices(self, microbatches: int) -> int:
+        """Return the number of indices that so many whole microbatches have."""
+        return microbatches * self.slices
+
+    def whole(self, index: int) -> int:
+        """Return the whole microbatch that an index belongs to."""
+        return index // self.slices
+
+    def continues(self, index: int) -> bool:
+        """Return whether an index belongs to the same microbatch as the one before it."""
+        return index % self.slices > 0
+
+    def part_of(self, index: int) -> str:
+        """Return `` on slice 1 of 2`` for messages; nothing for a whole microbatch."""
+        return f" on slice {index % self.slices} of {self.slices}" if self.slices > 1 else ""
 
     def name_of(self, microbatch: int) -> str:
         """Return ``microbatch 3`` for messages, or ``microbatch 1, slice 1``."""
-        whole, part = self.microbatch_and_slice(microbatch)
-        return f"microbatch {whole}" + f", slice {part}" * (self.slices > 1)
+        part = f", slice {microbatch % self.slices}" if self.slices > 1 else ""
+        return f"microbatch {self.whole(microbatch)}{part}"
 
     def of_rank_at(self, turn: int, stage: int, rank: int) -> int:
         """Return the microbatch that a rank takes through a stage in a turn, from 0."""
@@ -103,7 +115,7 @@ class Assignment:
     @property
     def step_microbatches(self) -> int:
         """The whole microbatches of a step of training, see :attr:`per_step`."""
-        return self.per_step // self.slices
+        return self.whole(self.per_step)
 
     def has_update(self, stage: int, update: int) -> bool:
         """Tell whether there is a microbatch for an update of a stage."""

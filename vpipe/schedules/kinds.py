@@ -271,12 +271,12 @@ def _gathered(at: Setting, s: int, i: int) -> list[Needed]:
 def _forward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     tied = [(TIED_VERSION, owner, version) for owner in at.lent_by.get(s, ())
             if (version := at.tied_version_of(owner, i))] if at.ties else ()
-    before = [(CARRIED, s, i - 1)] if i % at.assignment.slices else []
+    before = [(CARRIED, s, i - 1)] if at.assignment.continues(i) else []
     return (OUTPUT, s - 1, i), *before, *tied, *_gathered(at, s, i)
 
 
 def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    behind = [(CARRIED_GRADIENT, s, i + 1)] if (i + 1) % at.assignment.slices else []
+    behind = [(CARRIED_GRADIENT, s, i + 1)] if at.assignment.continues(i + 1) else []
     return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i), *behind, *_gathered(at, s, i)
 
 
