@@ -38,12 +38,10 @@ OnRead = Callable[[int, int, Batch | None, BaseException | None], None]
 
 @dataclass
 class _OpenBatch:
-    """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages. ``slices``: of each
-    of its microbatches, or none."""
+    """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages."""
 
     chunks: list[dict[str, Tensor]]
     signatures: list[Signature]
-    slices: list[SequenceSlice]
     uses: int
 
 
@@ -166,10 +164,11 @@ class MicrobatchLoader:
             by_field = {name: self._cut(t) for name, t in fields.items()}
             chunks = [{name: each[i] for name, each in by_field.items()} for i in range(microbatches)]
             signatures = [tuple((name, tuple(t.shape)) for name, t in chunk.items()) for chunk in chunks]
-            slices = list(self._slices_of(chunks))
-            for i, part in enumerate(slices):  # what came before decides shapes, too, such as that of a mask
-                signatures[i] += (("", (part.start, part.length)),)
-            self._open[number] = _OpenBatch(chunks, signatures, slices, uses)
+            for whole in range(0, microbatches, self.slices) if self.slices > 1 else ():
+                tokens = [shape[1] for (_, shape), *_ in signatures[whole:whole + self.slices]]
+                for i in range(self.slices):  # what came before decides shapes, too, such as that of a mask
+                    signatures[whole + i] += (("", (sum(tokens[:i]), sum(tokens))),)
+            self._open[number] = _OpenBatch(chunks, signatures, uses)
         self.batches_read += 1
         self._read += microbatches
 
@@ -187,12 +186,6 @@ class MicrobatchLoader:
             number = i % self.slices
             whole = sum(labels[i - number:i - number + self.slices])
             yield own / (whole or 1), lanes if number == self.slices - 1 else 0
-
-    def _slices_of(self, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[SequenceSlice]:
-        for first in range(0, len(chunks), self.slices) if self.slices > 1 else ():
-            tokens = [next(iter(chunk.values())).shape[1] for chunk in chunks[first:first + self.slices]]
-            for number in range(self.slices):
-                yield SequenceSlice(number, self.slices, sum(tokens[:number]), sum(tokens))
 
     @property
     def total(self) -> int:
@@ -219,8 +212,8 @@ class MicrobatchLoader:
         """Return which slice of sequences it is, of a batch that is still in use; None without slices."""
         if self.slices == 1:
             return None
-        _, number, within = self._locate(microbatch)
-        return self._open[number].slices[within]
+        *_, (_, (start, length)) = self.signature(microbatch)
+        return SequenceSlice(microbatch % self.slices, self.slices, start, length)
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""
