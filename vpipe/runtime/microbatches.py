@@ -313,6 +313,14 @@ class MicrobatchLoader:
                             hint=f"use at most {counted(length, 'slice')}, or longer sequences")
 
 
+class ForwardKey(NamedTuple):
+    """Which forward it is: with the index of a layer it fixes the random numbers of the layer."""
+
+    update: int  # of the run; below 0 in an evaluation
+    microbatch: int  # within the update
+    slice: SequenceSlice | None = None  # None of a whole microbatch
+
+
 @dataclass
 class Segment:
     """The microbatches from one empty pipeline to the next, numbered from 0.
@@ -344,6 +352,12 @@ class Segment:
             return self.base + action.index
         per_update = self.assignment.per_update(action.stage)
         return self.steps_before * self.assignment.per_step // per_update + action.index
+
+    def key_of(self, microbatch: int, lanes: int = 1, lane: int = 0) -> ForwardKey:
+        """Return which forward a microbatch is whose batch is still in use; lanes count as if they took turns."""
+        update, within = divmod(self.base + microbatch, self.assignment.update_every)
+        return ForwardKey(update if self.training else -1 - update, self.assignment.whole(within) * lanes + lane,
+                          self.loader.sliced(self.first + microbatch))
 
     def describe(self, microbatch: int) -> str:
         """Return a microbatch for messages, counted over all training."""
