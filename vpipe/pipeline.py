@@ -105,7 +105,7 @@ class Pipeline:
             _check_agrees(given, plan, order, update, microbatches)
             order = order.over(plan.order)
             microbatches = plan.microbatches if microbatches is None else microbatches
-        order = order.over(Order(RegisteredSchedule.DEFAULT, slices=1))
+        order = order.over(RegisteredSchedule.DEFAULT_ORDER)
         microbatches = given.integer("microbatches", 1 if microbatches is None else microbatches)
         computed = given.part(Precision, precision)
         given.instance("transfers", transfers, Transfers)
@@ -227,7 +227,7 @@ class Pipeline:
         self.lane, self.lanes = world.lanes.number, world.lanes.count
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
-        self.placement, self.update_every = schedule.placement, schedule.update_every // schedule.slices
+        self.placement, self.update_every = schedule.placement, schedule.assignment.whole(schedule.update_every)
         surroundings = Surroundings(world.own.type)
         with surroundings.set_aside():
             self.engine = Engine(model, model.split(self.partition), schedule, description, world, surroundings)
@@ -595,10 +595,10 @@ def _slow(schedule: Schedule, corrected: bool) -> Iterator[str]:
     width = max(map(len, schedule.placement))  # copies on the same ranks need no more microbatches
     ranks = len(set(map(frozenset, schedule.placement))) * width
     if schedule.flush and schedule.microbatches < ranks:
-        count = schedule.microbatches // schedule.slices
+        count = schedule.assignment.whole(schedule.microbatches)
         yield (f"{counted(count, 'microbatch')} for {counted(schedule.stages, 'stage')}"
                f"{f' with {width} replicas' * (width > 1)} leave{'s' * (count == 1)} ranks without work; raise "
-               f"microbatches, at best to {-(-4 * ranks // schedule.slices)}")
+               f"microbatches, at best to {schedule.assignment.whole(4 * ranks - 1) + 1}")
     means = [mean_delay(schedule, stage) for stage in range(schedule.stages)]
     if max(means) > 2:
         better = ["a larger update_every", "an optimizer such as torch.optim.Muon",

@@ -19,6 +19,7 @@ from vpipe.description.precision import Precision
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
 from vpipe.profiling.layer_runner import LayerCounts, LayerInputs, LayerRunner, count_layer, gradients_for
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.values import ActivationCounter
 
@@ -175,7 +176,7 @@ def flowing(model: Model, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     found = [now]
     for spec in model.split([1] * len(model)):
         stage = Stage(model, spec, seed=0, device=CPU, recomputed=())
-        outputs, _ = stage.forward([now[name] for name in spec.inputs], batch, (0, 0), {})
+        outputs, _ = stage.forward([now[name] for name in spec.inputs], batch, ForwardKey(0, 0), {})
         now = dict(zip(spec.outputs, outputs, strict=True))
         found.append(now)
     return found
@@ -191,7 +192,8 @@ def really_kept(model: Model, layers: range, dropped: tuple[int, ...], tensors: 
     kept = ActivationCounter()
     with kept.counting():
         outputs, record = stage.forward([tensors[name].detach().clone().requires_grad_(tensors[name].requires_grad)
-                                         for name in inputs], {n: batch[n].clone() for n in spec.fields}, (0, 0), {})
+                                         for name in inputs], {n: batch[n].clone() for n in spec.fields},
+                                        ForwardKey(0, 0), {})
     del outputs
     return kept.bytes(record.tensors(), record.fields.values(), stage.modules.values())
 

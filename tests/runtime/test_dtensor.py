@@ -21,6 +21,7 @@ from world import World
 from vpipe import Pipeline
 from vpipe.app.train.optimizers import OPTIMIZERS, OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice
 
 pytestmark = pytest.mark.jobs
@@ -155,7 +156,7 @@ def refusal(wrap: Wrap, **words: Any) -> str:
 def test_weight_gradients_wait(sharded: Wrap) -> None:
     stage = stage_of(dtensor_jobs.model(sharded), [3, 1])
     [field] = dtensor_jobs.batches(1)
-    outputs, record = stage.forward([], field, (0, 0), stage.pin({}), split=True)
+    outputs, record = stage.forward([], field, ForwardKey(0, 0), stage.pin({}), split=True)
     stage.prepare_backward(record.pins)
     stage.backward_input(record, {"h": torch.ones_like(outputs[0])})
     assert [len(half._later) for half in record.weight_grads] == [6], "of two matrices in each of three blocks"

@@ -17,6 +17,7 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Position
 from vpipe.description.precision import Precision
 from vpipe.runtime import optimizer_step as scaling
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.stage import Stage
 
 WORDS, WIDTH, SAMPLES = 12, 8, 8
@@ -201,7 +202,7 @@ def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) ->
     given = [([t.detach().to(dtype).requires_grad_() for t in received], fields)
              for received, fields in halves.hidden(3)]
     halves.assert_same(halves.run(stage(), given, True), halves.run(stage(), given, False))
-    outputs, record = (one := stage()).forward(*given[0], (0, 0), one.pin({}), split=True)
+    outputs, record = (one := stage()).forward(*given[0], ForwardKey(0, 0), one.pin({}), split=True)
     one.prepare_backward(record.pins)
     one.backward_input(record, {"h": torch.ones_like(outputs[0])})
     waiting = [len(half._later) for half in record.weight_grads]

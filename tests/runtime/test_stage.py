@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.accelerator import generators_of
 from vpipe.errors import UserError
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.stage import Stage
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
+FIRST = ForwardKey(0, 0)
+
 
 def trained(stage: Stage, received: Sequence[Tensor], fields: Mapping[str, Tensor],
-            key: tuple[int, int] = (0, 0)) -> tuple[list[Tensor], list[Tensor]]:
+            key: ForwardKey = FIRST) -> tuple[list[Tensor], list[Tensor]]:
     """Forward as a worker does it, gradients of one for the outputs, backward; outputs and gradients of the inputs."""
     outputs, record = stage.forward(received, fields, key, stage.pin({}))
     gradients = {name: torch.ones_like(t) for name, t in zip(stage.spec.outputs, outputs, strict=True)
@@ -62,7 +65,7 @@ def masked(gpu: int, recompute: float, monkeypatch: pytest.MonkeyPatch) -> list[
     model = between(Layer("drop", partial(DropOnGpu, gpu)), Layer("linear", partial(nn.Linear, 12, 12)))
     stage = stage_of(model, [1, 2, 1], 1, recompute, device=torch.device("cuda", gpu))
     before = [generator.get_state() for generator in torch.cuda.default_generators]
-    made = [t for m in range(3) for part in trained(stage, [hidden()], {}, (0, m)) for t in part]
+    made = [t for m in range(3) for part in trained(stage, [hidden()], {}, ForwardKey(0, m)) for t in part]
     for generator, state in zip(torch.cuda.default_generators, before, strict=True):
         assert torch.equal(generator.get_state(), state), "training leaves the program's generators alone"
     return made
@@ -147,7 +150,7 @@ def test_changing_a_batch_field_in_place_is_refused() -> None:
     model = Model([Layer("first", Spoils, ("ids",), ("h",)), Layer("head", Head, ("h", "ids"), ("loss",))], ("ids",))
     stage = stage_of(model, [1, 1])
     with pytest.raises(UserError, match="stage 0, which starts at layer 'first', changes its input in place"):
-        stage.forward([], {"ids": IDS.clone()}, (0, 0), stage.pin({}))
+        stage.forward([], {"ids": IDS.clone()}, FIRST, stage.pin({}))
 
 
 @pytest.mark.parametrize(("result", "text"), [
@@ -158,7 +161,7 @@ def test_changing_a_batch_field_in_place_is_refused() -> None:
     (lambda h: {"h": h}, "returned 1 value(s) (dict) for its 1 outputs ['h']")])
 def test_a_layer_must_return_its_outputs(result: Callable[[Tensor], Any], text: str) -> None:
     stage = stage_of(between(Layer("odd", calls(result))), [1, 1, 1], 1)
-    assert refusal(stage.forward, [hidden()], {}, (0, 0), stage.pin({})) == (
+    assert refusal(stage.forward, [hidden()], {}, FIRST, stage.pin({})) == (
         f"error: layer 'odd' {text}\nhint: forward must return one tensor per name in outputs, "
         "as a tuple if there are several")
 
@@ -181,7 +184,7 @@ def test_an_input_may_leave_as_it_came_and_under_two_names(recompute: float) -> 
                           ("h", "turned"), ("h",)))
     stage = stage_of(model, [1, 1, 3], 1, recompute)
     x = hidden()
-    outputs, record = stage.forward([x], {}, (0, 0), stage.pin({}))
+    outputs, record = stage.forward([x], {}, FIRST, stage.pin({}))
     assert stage.spec.outputs == ("h", "turned")
     assert all(t.is_contiguous() and t.requires_grad and t.is_leaf for t in outputs)
     assert torch.equal(outputs[1], x.transpose(1, 2))
@@ -201,8 +204,8 @@ def test_evaluation_keeps_nothing_and_restores_every_mode() -> None:
     stage.modules[1].eval()
     fields = {"ids": IDS}
     with stage.evaluating():
-        first, second = (stage.evaluate([], fields, (0, 0)) for _ in range(2))
-        other_seed = stage.evaluate([], fields, (5, 5))
+        first, second = (stage.evaluate([], fields, FIRST) for _ in range(2))
+        other_seed = stage.evaluate([], fields, ForwardKey(5, 5))
     assert not any(t.requires_grad for t in first)
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, other_seed)), "no dropout"
@@ -270,7 +273,7 @@ def test_activations_live_from_forward_to_backward_and_dropped_ones_not_even_tha
     model = between(*(tokens.layer(name) for name in ("kept0", "kept1", "dropped0", "dropped1")))
     stage = stage_of(model, [1, 4, 1], 1, recompute=0.5)
     received = hidden()
-    outputs, record = stage.forward([received], {}, (0, 0), stage.pin({}))
+    outputs, record = stage.forward([received], {}, FIRST, stage.pin({}))
     inputs = [weakref.ref(t) for saved in record.spans for t in saved.inputs.values()]
     del received
     assert sorted(tokens.alive.elements()) == ["kept0", "kept1"]

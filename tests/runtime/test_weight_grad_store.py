@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Layer, Model
 from vpipe.errors import RunError
 from vpipe.runtime.activations import Record
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage import Stage
 
@@ -156,7 +157,7 @@ def run(stage: Stage, inputs: Sequence[tuple[list[Tensor], Mapping[str, Tensor]]
     forwards, returned, waiting = [], [], []
     for m, (received, fields) in enumerate(inputs):
         received = [t.detach().requires_grad_(t.requires_grad) for t in received]
-        forwards.append(stage.forward(received, fields, (0, m), stage.pin({}), split=halves is not False))
+        forwards.append(stage.forward(received, fields, ForwardKey(0, m), stage.pin({}), split=halves is not False))
     if recompute_early:
         for _, record in forwards:
             stage.recompute(record)
@@ -227,7 +228,7 @@ WAITING = {  # operations; a decoder's packed projection of two different inputs
 @pytest.mark.parametrize("name", WAITING)
 def test_the_weight_half_of_each_module_waits(name: str) -> None:
     stage = stage_of(between(Layer("a", MODULES[name])), [1, 1, 1], 1)
-    outputs, record = stage.forward(*hidden(1)[0], (0, 0), stage.pin({}), split=True)
+    outputs, record = stage.forward(*hidden(1)[0], ForwardKey(0, 0), stage.pin({}), split=True)
     stage.prepare_backward(record.pins)
     stage.backward_input(record, {"h": torch.ones_like(outputs[0])})
     assert [len(half._later) for half in record.weight_grads] == [WAITING[name]]
@@ -264,7 +265,7 @@ def test_borrowed_weights_and_skips(recompute: float) -> None:
             received = [torch.randn(2, 6, WIDTH, generator=random).requires_grad_() for _ in range(2)]
             read = {name: batch[name] for name in stage.spec.fields}
             received.append(batch["ids"] > 3)
-            records.append(stage.forward(received, read, (0, m), stage.pin({0: 0}), split=halves)[1])
+            records.append(stage.forward(received, read, ForwardKey(0, m), stage.pin({0: 0}), split=halves)[1])
         for record in records:
             stage.prepare_backward(record.pins)
             back = stage.backward_input if halves else stage.backward
@@ -280,7 +281,7 @@ def test_whole_backwards_and_halves_may_be_mixed() -> None:
     results = []
     for mixed in (True, False):
         stage = stage_of(rich_model(), [8], 0, 0.5)
-        records = [stage.forward(*given, (0, m), stage.pin({}), split=mixed and m != 1)[1]
+        records = [stage.forward(*given, ForwardKey(0, m), stage.pin({}), split=mixed and m != 1)[1]
                    for m, given in enumerate(fields())]
         for m, record in enumerate(records):
             stage.prepare_backward(record.pins)
@@ -315,7 +316,7 @@ def test_the_input_half_touches_no_gradient_of_borrowed_weights() -> None:
                    Layer("head", Turned, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
                   ("ids", "labels"))
     stage = stage_of(model, [1, 1], 1)
-    _, record = stage.forward(hidden(1)[0][0], {"labels": IDS}, (0, 0), stage.pin({0: 0}), split=True)
+    _, record = stage.forward(hidden(1)[0][0], {"labels": IDS}, ForwardKey(0, 0), stage.pin({0: 0}), split=True)
     stage.prepare_backward(record.pins)
     stage.backward_input(record, {"loss": torch.tensor(1.0)})
     assert stage.borrowed[0].gradients == [None]
@@ -325,7 +326,7 @@ def test_the_input_half_touches_no_gradient_of_borrowed_weights() -> None:
 
 def test_recompute_does_nothing_where_nothing_is_dropped() -> None:
     stage = stage_of(rich_model(), [8], 0)
-    _, record = stage.forward(*fields()[0], (0, 0), stage.pin({}))
+    _, record = stage.forward(*fields()[0], ForwardKey(0, 0), stage.pin({}))
     before = [saved.graph for saved in record.spans]
     stage.recompute(record)
     assert all(saved.graph is graph for saved, graph in zip(record.spans, before, strict=True))
@@ -373,7 +374,7 @@ def test_each_half_frees_what_the_next_does_not_need(operation: str, early: bool
 
     model = between(Layer("a", lambda: Calls(calls, a=linear(), w=matrix(), c=nn.Conv1d(4, 4, 3, padding=1))))
     stage = stage_of(model, [1, 1, 1], 1, recompute)
-    outputs, record = stage.forward(*hidden(1)[0], (0, 0), stage.pin({}), split=True)
+    outputs, record = stage.forward(*hidden(1)[0], ForwardKey(0, 0), stage.pin({}), split=True)
     assert sorted(alive.names) == ([] if recompute else ["early", "input", "late"])
     if early:
         stage.recompute(record)
@@ -387,7 +388,7 @@ def test_each_half_frees_what_the_next_does_not_need(operation: str, early: bool
 
 def test_a_change_in_place_between_the_halves_is_noticed() -> None:
     stage = stage_of(between(Layer("a", linear)), [1, 1, 1], 1)
-    _, record = stage.forward(*hidden(1)[0], (0, 0), stage.pin({}), split=True)
+    _, record = stage.forward(*hidden(1)[0], ForwardKey(0, 0), stage.pin({}), split=True)
     stage.prepare_backward(record.pins)
     gradient = torch.ones(2, 4, WIDTH)
     stage.backward_input(record, {"h": gradient})
@@ -402,7 +403,7 @@ def test_the_gradients_given_are_left_alone() -> None:
     stage = stage_of(between(Layer("a", lambda: addend)), [1, 1, 1], 1)
     gradient = torch.ones(2, 4, WIDTH)
     for received, _ in hidden(2):
-        _, record = stage.forward(received, {}, (0, 0), stage.pin({}), split=True)
+        _, record = stage.forward(received, {}, ForwardKey(0, 0), stage.pin({}), split=True)
         stage.prepare_backward(record.pins)
         stage.backward_input(record, {"h": gradient})
         stage.backward_weight(record)

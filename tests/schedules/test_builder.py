@@ -60,7 +60,7 @@ def test_reversed_backwards_are_proved_as_any(placement: tuple[tuple[int, ...], 
     last = len(placement) - 1
     cut = Cut([1] * (last + 1), [[]] * last + [[last]], placement)
     built = described(Order("gpipe"), cut, 5, ties={0: (last,)} if last else {})
-    schedule = proved(reverse_backwards(built), norm=True)
+    schedule = proved(reverse_backwards(built), True)
     own = [action.microbatch for action in schedule.programs[placement[0][0]] if action.op is Op.BACKWARD]
     assert own == sorted(own, reverse=True)
     assert len(own) == -(-5 // len(placement[0]))

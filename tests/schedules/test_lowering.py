@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proved import texts
 
-from vpipe.schedules.assignment import Assignment, Layout, Placement
+from vpipe.schedules.assignment import Assignment, Layout, Placement, Setting
 from vpipe.schedules.builder import build, replica_views, stream_program
 from vpipe.schedules.kinds import Action, Op, forward
 from vpipe.schedules.lowering import Lowering, lower
@@ -138,7 +138,8 @@ def test_a_stream_is_lowered_lazily() -> None:
             asked.append(action)
             yield action
 
-    program = Lowering(Assignment(placement, 1, False, lambda microbatch: True), 2, compute, {0: (2,)}).program()
+    assignment = Assignment(placement, 1, False, lambda microbatch: True)
+    program = Lowering(Setting(assignment, {0: (2,)}), 2, compute).program()
     first = list(itertools.islice(program, 7))
     assert [str(action) for action in first] == [
         "2RECV_F0", "2F0", "2RECV_F1", "2B0", "2SEND_B0", "0SEND_TIED_G0", "0RECV_TIED_W1"]

@@ -30,8 +30,7 @@ class Executor:
         worker: the class, ``module:class``, of :class:`vpipe.runtime.Worker`; a pipeline that is built imports it.
         threaded: the forwards of a batch run in threads, then the backwards from the last microbatch to the first; the
             gradients are nevertheless added in the order of the microbatches. The schedule must be ``reversible``.
-        refuses: why it has no ``timeline``, calls no ``hooks`` on parameters, or runs no layers on a ``mesh`` or
-            ``slices`` of sequences, and what to do instead.
+        refuses: by what it does not do (docs/executors.md lists the words), why, and what to do instead.
     """
 
     name: str
@@ -126,7 +125,7 @@ class Execution:
         return self.refused("timeline")
 
     def refused(self, what: str) -> tuple[str, str] | None:
-        """Return why the executor refuses ``timeline``, ``hooks``, ``mesh`` or ``slices``, and what to do instead."""
+        """Return why the executor does not do something, and what to do instead; None where it does."""
         return Executor.named(self.executor).refuses.get(what)
 
     @property

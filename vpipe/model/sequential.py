@@ -106,11 +106,11 @@ def copy_module(module: nn.Module, loss: Loss | None = None) -> nn.Module:
 
 def shared_parameters(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
     """Return the ties of every child: its trainable parameters that an earlier child has too -> their place there."""
-    owners: dict[int, tuple[str, str]] = {}
+    first: dict[int, tuple[str, str]] = {}  # the child that has it, and where
     ties: dict[str, dict[str, str]] = {name: {} for name in children}
     for name, child in children.items():
         for own, parameter in child.named_parameters(remove_duplicate=False):
-            owner, target = owners.setdefault(id(parameter), (name, own))
+            owner, target = first.setdefault(id(parameter), (name, own))
             if owner != name and parameter.requires_grad:
                 ties[name][own] = f"{owner}.{target}"
     return ties
@@ -118,12 +118,12 @@ def shared_parameters(children: Mapping[str, nn.Module]) -> dict[str, dict[str, 
 
 def shared_modules(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
     """Return the modules with buffers in every child that an earlier child holds as well, for ``Layer.shared``."""
-    owners: dict[int, tuple[str, str]] = {}
+    first: dict[int, tuple[str, str]] = {}  # the child that has it, and where
     shared: dict[str, dict[str, str]] = {name: {} for name in children}
     for name, child in children.items():
         mine = shared[name]
         for path, module in child.named_modules(remove_duplicate=False):
-            owner, target = owners.setdefault(id(module), (name, f"{name}.{path}" if path else name))
+            owner, target = first.setdefault(id(module), (name, f"{name}.{path}" if path else name))
             if owner != name and any(True for _ in module.buffers()) and not any(
                     not above or path.startswith(f"{above}.") for above in mine):
                 mine[path] = target

@@ -63,7 +63,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     split = bool(built.split_backwards)
     assignment = built.assignment
     shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
-    part = profile.sliced(built.slices)
+    part = profile.sliced(assignment.indices(1))
     costs = pipeline_costs(part, partition, recomputed, built.placement, split, built.versions, shares)
     steps = simulate_steps(built, costs)
     return SimulatedPlan(_prediction(part, partition, recomputed, steps, lanes), steps.timeline)
@@ -84,6 +84,7 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
                 steps: SimulatedSteps, lanes: int) -> Prediction:
     timeline, step_s = steps.timeline, steps.step_s
     schedule, costs = timeline.schedule, timeline.costs
+    each = schedule.assignment.indices(1)  # of a microbatch
     idle = [max(0.0, step_s - working) for working in steps.working_s]
     contents = [peak_contents(program, schedule.stages_of(rank), costs, schedule.frozen)
                 for rank, program in enumerate(schedule.programs)]
@@ -95,10 +96,9 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
                                  held[HALF, stage], held[RECOMPUTED, stage], len(ranks), lanes,
                                  kept.moved[stage]) for rank, held in enumerate(contents) if rank in ranks]
         stages.append(StagePrediction(
-            layers.start, len(layers), ranks, schedule.slices * float(cost.forward_s),
-            schedule.slices * float(cost.input_s + cost.weight_s), schedule.slices * float(cost.recompute_s),
-            float(cost.step_s), sending[stage],
-            max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
+            layers.start, len(layers), ranks, each * float(cost.forward_s), each * float(cost.input_s + cost.weight_s),
+            each * float(cost.recompute_s), float(cost.step_s), sending[stage], max(idle[rank] for rank in ranks),
+            max(memories, key=lambda memory: memory.peak)))
     return Prediction(step_s, schedule.assignment.step_microbatches * profile.identity.microbatch_size,
                       Plan.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages), profile.process_bytes,
                       profile.kept_share)

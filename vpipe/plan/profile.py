@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -69,34 +70,6 @@ class LayerProfile:
     largest_bytes: int = 0  # of its largest parameter that is trained; where each replica steps whole ones, see zero1
     carried_bytes: int = 0  # of what its slices hand on to one another, such as keys and values, of all tokens
     past_bytes: int = 0  # what a slice keeps of that from those before it, recomputed or not; see Profile.sliced
-
-    def sliced(self, slices: int, accumulate_s: float) -> LayerProfile:
-        """Return the mean costs of one of so many slices, see :meth:`Profile.sliced`.
-
-        Slice i of n keeps what all slices before it have carried, i / n of it, even where it drops the rest. On average
-        that is (n - 1) / 2n of it; those in flight are the first ones of their microbatches, which keep no more on
-        average. A slice that is recomputed has it twice, for it puts its own behind a copy. That leaves room for the
-        gradient of what was carried, which is there between two backwards, but for (n - 1) / 2n of it at most.
-
-        A layer may have one memory for what all slices carry, as vpipe's families do, all of it from the first slice to
-        the last: no more than that, but for two slices, of two microbatches, where it is 1 / n for each slice.
-
-        Args:
-            accumulate_s: the seconds of a backward in which gradients of weights are added up, in each slice alike.
-        """
-        def share(time: Seconds, each_s: float = 0.0) -> Seconds:
-            return replace(time, median=(time.median - min(each_s, time.median)) / slices + min(each_s, time.median))
-
-        def part(size: int) -> int:
-            return -(-size // slices)
-
-        return replace(
-            self, forward=share(self.forward), backward=share(self.backward, accumulate_s),
-            input_half=share(self.input_half), weight_half=share(self.weight_half, accumulate_s),
-            recompute=share(self.recompute), writes=tuple(replace(one, bytes=part(one.bytes)) for one in self.writes),
-            saved_bytes=part(self.saved_bytes), past_bytes=-(-self.carried_bytes * max(slices - 1, 2) // (2 * slices)),
-            weight_half_bytes=part(self.weight_half_bytes), working_bytes=part(self.working_bytes),
-            forward_flops=part(self.forward_flops))
 
 
 @dataclass(frozen=True)
@@ -191,10 +164,15 @@ class Profile:
         return next((number for number, layer in enumerate(self.layers[:-1]) if layer.parameter_bytes or layer.tied
                      or any(tensor.wants_gradient for tensor in layer.writes)), len(self.layers) - 1)
 
+    def sharers(self, width: int) -> int:
+        """Return how many of a stage's ``width`` replicas share one step and one state of its optimizer."""
+        return width if self.zero1 else 1
+
     def owned_bytes(self, total: int, largest: int, width: int) -> int:
         """Return the most that one of so many replicas has of what there is for parameters, ``largest`` for one
         (:func:`vpipe.runtime.reducer.owners_of`)."""
-        return -(-(total + (width - 1) * largest) // width) if self.zero1 else total
+        sharers = self.sharers(width)
+        return -(-(total + (sharers - 1) * largest) // sharers)
 
     def averaged_bytes(self, weights: int) -> int:
         """Return the bytes of the average of so many bytes of trained weights, which is as wide as master weights."""
@@ -214,12 +192,34 @@ class Profile:
 
         Times and bytes are equal shares: a slice's mean, which attention to all tokens before makes the less even the
         longer sequences are. What one action takes beside its work, and adding to gradients of weights, is not shared.
+
+        Slice i of n keeps what all slices before it have carried, i / n of it, even where it drops the rest. On average
+        that is (n - 1) / 2n of it; those in flight are the first ones of their microbatches, which keep no more on
+        average. A slice that is recomputed has it twice, for it puts its own behind a copy. That leaves room for the
+        gradient of what was carried, which is there between two backwards, but for (n - 1) / 2n of it at most.
+
+        A layer may have one memory for what all slices carry, as vpipe's families do, all of it from the first slice to
+        the last: no more than that, but for two slices, of two microbatches, where it is 1 / n for each slice.
         """
-        if slices == 1:
-            return self
-        layers = tuple(layer.sliced(slices, layer.parameter_bytes / self.accumulate_bytes_per_s
-                                    if self.accumulate_bytes_per_s else 0.0) for layer in self.layers)
-        return replace(self, layers=layers, fields={name: -(-size // slices) for name, size in self.fields.items()})
+        def share(time: Seconds, each_s: float = 0.0) -> Seconds:
+            return replace(time, median=(time.median - min(each_s, time.median)) / slices + min(each_s, time.median))
+
+        def part(size: int) -> int:
+            return -(-size // slices)
+
+        layers, rate = [], self.accumulate_bytes_per_s or math.inf
+        for layer in self.layers if slices > 1 else ():
+            added_s = layer.parameter_bytes / rate  # to gradients of weights, in each slice alike
+            layers.append(replace(
+                layer, forward=share(layer.forward), backward=share(layer.backward, added_s),
+                input_half=share(layer.input_half), weight_half=share(layer.weight_half, added_s),
+                recompute=share(layer.recompute),
+                writes=tuple(replace(one, bytes=part(one.bytes)) for one in layer.writes),
+                saved_bytes=part(layer.saved_bytes), working_bytes=part(layer.working_bytes),
+                past_bytes=-(-layer.carried_bytes * max(slices - 1, 2) // (2 * slices)),
+                weight_half_bytes=part(layer.weight_half_bytes), forward_flops=part(layer.forward_flops)))
+        return self if slices == 1 else replace(
+            self, layers=tuple(layers), fields={name: part(size) for name, size in self.fields.items()})
 
     @cached_property
     def names(self) -> tuple[LayerNames, ...]:
@@ -386,9 +386,9 @@ def _profile(content: Mapping[str, Any]) -> Profile:
     if profile.cores == 0:
         raise ValueError("its ranks share 0 cores")
     for number, layer in enumerate(profile.layers):
-        owners = [*layer.tied, *layer.frozen_tied]
-        if not all(0 <= owner < number for owner in owners) or not 0 <= layer.like <= number:
-            raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {owners}")
+        lenders = [*layer.tied, *layer.frozen_tied]
+        if not all(0 <= lender < number for lender in lenders) or not 0 <= layer.like <= number:
+            raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {lenders}")
         around = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
         if unknown := set(layer.saves) - around:
             raise ValueError(f"layer {number} keeps {sorted(unknown)}, which it neither reads nor writes")

@@ -52,7 +52,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         forward_s=sum(layer.forward.median for layer in own) + dispatch_s, input_s=input_s + dispatch_s,
         weight_s=weight_s + (profile.dispatch_s if split else 0.0),
         recompute_s=sum(profile.layers[number].recompute.median for number in here) + bool(here) * profile.dispatch_s,
-        step_s=sum(layer.step.median for layer in own) / (width if profile.zero1 else 1) + profile.dispatch_s
+        step_s=sum(layer.step.median for layer in own) / profile.sharers(width) + profile.dispatch_s
         + float(versions_s(profile, sizes.trained, versions)),
         activation_bytes=full + moved, kept_bytes=kept + moved, weight_half_bytes=sizes.halves,
         version_bytes=sizes.version, output_bytes=activations.output_bytes(layers.stop),

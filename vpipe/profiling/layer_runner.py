@@ -20,6 +20,7 @@ from vpipe.model.layer import LOSS
 from vpipe.model.model import Model
 from vpipe.plan.profile import TensorBytes
 from vpipe.runtime.activations import Record
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import Stage
@@ -63,15 +64,15 @@ class LayerRunner:
 
     def forward(self, given: LayerInputs, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
         """Run one forward; return the layer's outputs and the record for its backward."""
-        outputs, record = self.stage.forward(self._received(given), given.fields, (0, 0), {}, split=split)
+        outputs, record = self.stage.forward(self._received(given), given.fields, ForwardKey(0, 0), {}, split=split)
         return dict(zip(self.writes, outputs, strict=True)), record
 
     def carried(self, given: LayerInputs, tokens: int) -> Collection[Tensor]:
         """Return what a slice of all ``tokens``, of which a rank may get a part, would hand on to the next one."""
         if not self._carries:
             return ()
-        first = SequenceSlice(0, 2, 0, tokens)
-        return self.stage.forward(self._received(given), given.fields, (0, 0), {}, sliced=first)[1].carried.values()
+        first = ForwardKey(0, 0, SequenceSlice(0, 2, 0, tokens))
+        return self.stage.forward(self._received(given), given.fields, first, {})[1].carried.values()
 
     def _received(self, given: LayerInputs) -> list[Tensor]:
         """Return the inputs as they arrive from another stage: leaves without a gradient."""
@@ -231,7 +232,7 @@ def _flops(runner: LayerRunner, given: LayerInputs) -> int:
         for parameter in trained:
             parameter.requires_grad_(False)
             after.callback(parameter.requires_grad_)
-        runner.stage.evaluate([given.inputs[name].detach() for name in runner.reads], given.fields, (0, 0))
+        runner.stage.evaluate([given.inputs[name].detach() for name in runner.reads], given.fields, ForwardKey(0, 0))
     return int(counter.get_total_flops())
 
 

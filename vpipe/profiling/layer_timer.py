@@ -20,6 +20,7 @@ from vpipe.plan.profile import Seconds
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, zero_rate_optimizer
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.activations import Record
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 
@@ -203,7 +204,8 @@ def _times(layers: int, device: torch.device, clock: Callable[[], float], precis
     for _ in range(_TIMES):
         for split in (False, True):
             received = [torch.ones(1, device=device, dtype=precision.dtype, requires_grad=True)]
-            _, record = _timed(clock, found["forward"], partial(stage.forward, split=split), received, {}, (0, 0), {})
+            _, record = _timed(clock, found["forward"], partial(stage.forward, split=split), received, {},
+                               ForwardKey(0, 0), {})
             if split:
                 _timed(clock, found["input_half"], stage.backward_input, record, gradients)
                 _timed(clock, found["weight_half"], stage.backward_weight, record)

@@ -210,7 +210,7 @@ class Recorder:
         sizes = self._sizes[stage, worker.is_split(stage, microbatch),
                             segment.loader.signature(segment.first + microbatch)]
         before = [(earlier, microbatch) for earlier in worker.stages if earlier < stage]
-        before += [(stage, microbatch - 1)][:microbatch % segment.assignment.slices]
+        before += [(stage, microbatch - 1)] if segment.assignment.continues(microbatch) else []
         return _Counted(self, sizes, None if sizes.known else ActivationCounter([
             known.counter for key in before
             if (known := self._known(worker.values.record(*key))) and known.counter]))

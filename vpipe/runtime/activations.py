@@ -16,13 +16,10 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from vpipe.errors import RunError, UserError
 from vpipe.model.layer import Layer
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.offload import SavedTensors
 from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
-from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.weight_grad_store import WeightGradStore
-
-DropoutKey = tuple[int, int]
-"""(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,6 @@ class Record:
         fields: of the batch.
         pins: weight version per owner of weights: the stage itself, and those it borrows from.
         split: whether the backward comes in two halves.
-        slice: None of a whole microbatch.
         carried: to the next slice, by name, after the forward; their gradients before the backward; after it those of
             what the slice before has carried here.
         weight_grads: between the halves, of the spans in the order of backward.
@@ -86,10 +82,9 @@ class Record:
 
     spans: list[SpanActivations]
     fields: Mapping[str, Tensor]
-    key: DropoutKey
+    key: ForwardKey
     pins: dict[int, int]
     split: bool
-    slice: SequenceSlice | None = None
     carried: dict[str, Tensor] = field(default_factory=dict)
     weight_grads: list[WeightGradStore] = field(default_factory=list)
     weightless: bool = False

@@ -87,8 +87,7 @@ class RankPrograms:
                           tied_version_of=StreamVersions(assignment, compute).of)
 
         def lowered(rank: int) -> Iterator[Action]:
-            return Lowering(assignment, rank, partial(compute, rank), schedule.ties, setting.normed, schedule.warmup,
-                            zero1=setting.zero1).program()
+            return Lowering(setting, rank, partial(compute, rank), schedule.warmup).program()
 
         return lowered, setting
 

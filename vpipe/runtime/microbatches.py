@@ -53,12 +53,10 @@ only the beginning."""
 
 @dataclass
 class _OpenBatch:
-    """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages. ``slices``: of each
-    of its microbatches, or none."""
+    """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages."""
 
     chunks: list[dict[str, Tensor]]
     signatures: list[Signature]
-    slices: list[SequenceSlice]
     uses: int
 
 
@@ -205,10 +203,12 @@ class MicrobatchLoader:
             by_field = {name: self._cut(t) for name, t in fields.items()}
             chunks = [{name: each[i] for name, each in by_field.items()} for i in range(microbatches)]
             signatures = [tuple((name, tuple(t.shape)) for name, t in chunk.items()) for chunk in chunks]
-            slices = list(self._slices_of(chunks))
-            for i, part in enumerate(slices):  # what came before decides shapes, too, such as that of a mask
-                signatures[i] += (("", (part.start, part.length)),)
-            self._open[number] = _OpenBatch(chunks, signatures, slices, uses)
+            slices = self._form.slices
+            for whole in range(0, microbatches, slices) if slices > 1 else ():
+                tokens = [shape[1] for (_, shape), *_ in signatures[whole:whole + slices]]
+                for i in range(slices):  # what came before decides shapes, too, such as that of a mask
+                    signatures[whole + i] += (("", (sum(tokens[:i]), sum(tokens))),)
+            self._open[number] = _OpenBatch(chunks, signatures, uses)
         self.batches_read += 1
         self._read += microbatches
 
@@ -227,13 +227,6 @@ class MicrobatchLoader:
             number = i % slices
             whole = sum(labels[i - number:i - number + slices])
             yield own / (whole or 1), lanes if number == slices - 1 else 0
-
-    def _slices_of(self, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[SequenceSlice]:
-        slices = self._form.slices
-        for first in range(0, len(chunks), slices) if slices > 1 else ():
-            tokens = [next(iter(chunk.values())).shape[1] for chunk in chunks[first:first + slices]]
-            for number in range(slices):
-                yield SequenceSlice(number, slices, sum(tokens[:number]), sum(tokens))
 
     @property
     def total(self) -> int:
@@ -260,8 +253,8 @@ class MicrobatchLoader:
         """Return which slice of sequences it is, of a batch that is still in use; None without slices."""
         if self._form.slices == 1:
             return None
-        _, number, within = self._locate(microbatch)
-        return self._open[number].slices[within]
+        *_, (_, (start, length)) = self.signature(microbatch)
+        return SequenceSlice(microbatch % self._form.slices, self._form.slices, start, length)
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""
@@ -453,6 +446,14 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+class ForwardKey(NamedTuple):
+    """Which forward it is: with the index of a layer it fixes the random numbers of the layer."""
+
+    update: int  # of the run; below 0 in an evaluation
+    microbatch: int  # within the update
+    slice: SequenceSlice | None = None  # None of a whole microbatch
+
+
 @dataclass
 class Segment:
     """The microbatches from one empty pipeline to the next, numbered from 0.
@@ -486,6 +487,12 @@ class Segment:
             return self.base + action.index
         per_update = self.assignment.per_update(action.stage)
         return self.steps_before * self.assignment.per_step // per_update + action.index
+
+    def key_of(self, microbatch: int, lanes: int = 1, lane: int = 0) -> ForwardKey:
+        """Return which forward a microbatch is whose batch is still in use; lanes count as if they took turns."""
+        update, within = divmod(self.base + microbatch, self.assignment.update_every)
+        return ForwardKey(update if self.training else -1 - update, self.assignment.whole(within) * lanes + lane,
+                          self.loader.sliced(self.first + microbatch))
 
     def describe(self, microbatch: int) -> str:
         """Return a microbatch for messages, counted over all training."""

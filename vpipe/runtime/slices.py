@@ -68,30 +68,24 @@ def check_slices(model: Model, description: Description, slices: int) -> None:
     Raises:
         UserError: all reasons.
     """
-    if slices > 1 and (problems := list(_problems(model, description, slices))):
+    if slices == 1:
+        return
+    execution, unknown = description.execution, [layer.name for layer in model.layers if layer.carried is None]
+    others = f" and {counted(len(unknown) - 1, 'other layer')} do" if unknown[1:] else " does"
+    why, remedy = execution.refused("slices") or ("", "")
+    problems = [Problem(f"sequences are cut into {slices} slices, but {what}", f"{hint} or leave the slices out")
+                for there, what, hint in (
+        (unknown, f"layer '{''.join(unknown[:1])}'{others} not say what goes from a slice to the next", "name it, "
+         "Layer(..., carried=('keys', 'values')); carried=() says that every token is computed by itself;"),
+        (model.labels is None, "the model does not say which field of a batch has its labels, by which the losses of "
+         "slices count", "name it, if the loss is the mean over its entries that are not -100: Model(layers, "
+         "batch=..., labels='labels');"),
+        (why, why, f"{remedy},"),
+        (execution.backend is not None, "layers would be compiled for every length of what comes before a slice",
+         "do not compile,"),
+        (execution.data is not None, "fully_shard divides the weights of layers that are called for each slice",
+         "use replicas in place of fully_shard,"),
+        ({*description.transfers.codecs(description.cut.count)} - {"none"}, "their transfers are compressed, for which "
+         "there is no oracle with slices", "leave compress out,")) if there]
+    if problems:
         raise UserError.all_of(problems)
-
-
-def _problems(model: Model, description: Description, slices: int) -> Iterator[Problem]:
-    cut = f"sequences are cut into {slices} slices, but"
-    if unknown := [layer.name for layer in model.layers if layer.carried is None]:
-        more = f" and {counted(len(unknown) - 1, 'other layer')} do" if unknown[1:] else " does"
-        yield Problem(f"{cut} layer '{unknown[0]}'{more} not say what goes from a slice to the next",
-                      "name it, Layer(..., carried=('keys', 'values')); carried=() says that every token is computed "
-                      "by itself; or leave the slices out")
-    if model.labels is None:
-        yield Problem(f"{cut} the model does not say which field of a batch has its labels, by which the losses of "
-                      "slices count", "name it, if the loss is the mean over its entries that are not -100: "
-                      "Model(layers, batch=..., labels='labels'); or leave the slices out")
-    execution = description.execution
-    if (why := execution.refused("slices")) is not None:
-        yield Problem(f"{cut} {why[0]}", f"{why[1]}, or leave the slices out")
-    for refused, what, hint in (
-            (execution.backend is not None, "layers would be compiled for every length of what comes before a slice",
-             "do not compile"),
-            (execution.data is not None, "fully_shard divides the weights of layers that are called for each slice",
-             "use replicas in place of fully_shard"),
-            (bool({*description.transfers.codecs(description.cut.count)} - {"none"}), "their transfers are "
-             "compressed, for which there is no oracle with slices", "leave compress out")):
-        if refused:
-            yield Problem(f"{cut} {what}", f"{hint}, or leave the slices out")

@@ -9,7 +9,7 @@ microseconds per operation and keeps what the weights need alone: the operation'
 Gradients of parameters that are direct arguments of the functions in :data:`DEFERRED`, one of them a matrix, are
 computed later. Computed with the input half, because it costs nothing there or cannot be separated cheaply, are those
 of normalisation; recurrent layers (their weight half would walk through time again); parameters that reach the
-operation through another one (weight_norm, ``x @ self.w.t()``, slices, the packed projection of cross attention);
+operation through another one (weight_norm, ``x @ self.w.t()``, ``self.w[:4]``, packed projections of cross attention);
 custom autograd Functions, scripted modules and compiled code; operations under hooks for saved tensors
 (:mod:`torch.utils.checkpoint`, ``save_on_cpu``) or in a transform (``torch.vmap``); and parameters that are also used
 in any of these where it can be seen.

@@ -23,7 +23,6 @@ from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import LOSS, Layer, seed_of
 from vpipe.model.model import Model
 from vpipe.runtime.activations import (
-    DropoutKey,
     Record,
     Span,
     SpanActivations,
@@ -33,6 +32,7 @@ from vpipe.runtime.activations import (
 )
 from vpipe.runtime.label_weights import LossCheck
 from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
+from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded
 from vpipe.runtime.side_effects import Aliases, SideEffects, alias, copied_once, put
 from vpipe.runtime.slices import SequenceSlice, SliceAware
@@ -140,18 +140,17 @@ class Stage(StageLayers):
 
     # -- forward ---------------------------------------------------------------------------------------
 
-    def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
-                pins: dict[int, int], *, split: bool = False, sliced: SequenceSlice | None = None,
-                past: Mapping[str, Tensor] = NO_TENSORS) -> tuple[list[Tensor], Record]:
+    def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: ForwardKey,
+                pins: dict[int, int], *, past: Mapping[str, Tensor] = NO_TENSORS,
+                split: bool = False) -> tuple[list[Tensor], Record]:
         """Run one microbatch forward, or a slice of it.
 
         Args:
             received: the tensors of ``spec.inputs``; those that want a gradient require it.
             fields: the batch fields this stage reads.
-            key: of the random numbers of dropout.
+            key: says which forward it is.
             pins: the weight versions in use, for the backward.
             split: whether the backward will come in two halves. Without it the first half computes nearly all.
-            sliced: the slice; None: a whole microbatch.
             past: what the slice before has carried here, its record's ``carried``; none for the first.
 
         Returns:
@@ -159,7 +158,7 @@ class Stage(StageLayers):
             and the record for :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], self._read_fields(fields), key, pins, split, sliced)
+        record = Record([], self._read_fields(fields), key, pins, split)
         with _PreserveRandomState(self.generators):
             for span in self._spans:
                 inputs = {name: tensors[name] for name in span.inputs}
@@ -167,12 +166,12 @@ class Stage(StageLayers):
                     inputs |= {name: past[name] for names in span.carried.values() for name in names}
                 saved, tensors = self._forward_span(span, inputs, record)
                 record.spans.append(saved)
-                if sliced is not None:
-                    record.carried |= {name: tensors.pop(name) for name in _carried_on(span, sliced)}
+                if key.slice is not None:
+                    record.carried |= {name: tensors.pop(name) for name in _carried_on(span, key.slice)}
         return [contiguous(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
-    def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
+    def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: ForwardKey,
                  also: Sequence[str] = ()) -> list[Tensor]:
         """Run one microbatch forward with the latest weights, keeping nothing. As :meth:`forward` otherwise.
 
@@ -247,7 +246,7 @@ class Stage(StageLayers):
             RunError: a layer raised an error.
         """
         training = torch.is_grad_enabled()
-        effects, sliced = span.effects if training and not span.effects.inert else None, record.slice
+        effects, key = span.effects if training and not span.effects.inert else None, record.key
         given = inputs if effects is None else effects.prepare_inputs(inputs, again)
         tensors = {**record.fields, **given}
         before = [(name, t, t._version, t.requires_grad) for name, t in tensors.items()
@@ -257,13 +256,13 @@ class Stage(StageLayers):
         try:
             for i, layer, module in span.layers:
                 self._running = i
-                key, told = (record.key, NOTHING) if sliced is None else self._told(i, module, record.key, sliced)
-                seed = seed_of(self.seed, *key, i)
+                numbers, told = (key[:2], NOTHING) if key.slice is None else self._told(i, module, key, key.slice)
+                seed = seed_of(self.seed, *numbers, i)
                 for generator in self.generators:
                     generator.manual_seed(seed)
                 arguments = [tensors[name] for name in layer.inputs]
-                carried = None if sliced is None else span.carried.get(i)
-                if sliced is None and store is None and not self._sharded:
+                carried = None if key.slice is None else span.carried.get(i)
+                if key.slice is None and store is None and not self._sharded:
                     result = self._call(layer, module, arguments)
                 else:
                     with (told, self._sharded.get(i, NOTHING),
@@ -297,7 +296,7 @@ class Stage(StageLayers):
             raise self._in_place_error(span.layers[0][1].name)
         if effects is not None:
             effects.note_changed_inputs(inputs, given, changed)
-        passed_on = (*span.outputs, *(also if sliced is None else _carried_on(span, sliced)))
+        passed_on = (*span.outputs, *(also if key.slice is None else _carried_on(span, key.slice)))
         # Where layers got copies, an input that none of them changed is passed on itself, not one more copy. An alias
         # is passed on, so that gradients from beyond the span are added first, as in one graph.
         for name in passed_on if given is not inputs and span.recomputed else ():
@@ -306,13 +305,13 @@ class Stage(StageLayers):
                 tensors[name] = inputs[name]
         return {name: tensors[name] for name in passed_on}
 
-    def _told(self, number: int, module: nn.Module, key: DropoutKey,
+    def _told(self, number: int, module: nn.Module, key: ForwardKey,
               sliced: SequenceSlice) -> tuple[tuple[int, ...], AbstractContextManager[None]]:
-        """Return the key of a layer's random numbers in a slice, and the context that tells it the slice."""
+        """Return the numbers that fix a layer's random numbers in a slice, and the context that tells it the slice."""
         aware = self._slice_aware.get(number)
         if aware is None:
             aware = self._slice_aware[number] = SliceAware(module)
-        return key if aware.by_element else (*key, sliced.number), aware.told(sliced.start, sliced.length)
+        return key[:2] if aware.by_element else (*key[:2], sliced.number), aware.told(sliced.start, sliced.length)
 
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor],
               past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
@@ -509,7 +508,7 @@ class Stage(StageLayers):
                        gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightGradStore | None]:
         saved = record.spans.pop()
         graph = saved.graph or self._recompute_span(span, saved, record)
-        if (sliced := record.slice) is not None:
+        if (sliced := record.key.slice) is not None:
             gradients = {**gradients, **{name: record.carried.pop(name) for name in _carried_on(span, sliced)
                                          if name in record.carried}}
         names = [name for name in graph.edges if name in gradients]
@@ -542,9 +541,9 @@ class Stage(StageLayers):
         with ExitStack() as stack:
             for drawn in [drawn for i, *_ in span.layers if (drawn := self._sharded.get(i)) and drawn.drew][:1]:
                 stack.enter_context(drawn)
-            if record.slice is not None:
+            if (sliced := record.key.slice) is not None:
                 for i, _, module in span.layers:
-                    stack.enter_context(self._told(i, module, record.key, record.slice)[1])
+                    stack.enter_context(self._told(i, module, record.key, sliced)[1])
             yield
 
     def _recompute_span(self, span: Span, saved: SpanActivations, record: Record) -> SpanGraph:

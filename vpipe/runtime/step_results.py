@@ -159,7 +159,7 @@ class StepResults:
         if not isfinite(loss):
             first = next((i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)),
                          microbatches[0])
-            not_finite, _ = segment.assignment.microbatch_and_slice(segment.base + first)
+            not_finite = segment.assignment.whole(segment.base + first)
         return loss, bool(results[0][0]), not_finite
 
     def gather(self, numbers: Mapping[int, Sequence[float]], microbatches: range, assignment: Assignment,

@@ -334,7 +334,7 @@ class Training:
         if not self._interpreter.broken:
             return f"{done} made, and the pipeline is as after the last: train, evaluate and save go on from there"
         versions = sorted({stage.weights.latest for stage in self._stages})
-        lost = sorted({self._schedule.assignment.microbatch_and_slice(number)[0] for worker in self._workers.values()
+        lost = sorted({self._schedule.assignment.whole(number) for worker in self._workers.values()
                        for _, number in worker.values.records()})
         made = " and ".join(map(str, versions if len(versions) < 3 else (f"{versions[0]} to {versions[-1]}",)))
         flight = f", and microbatches {lost[0]} to {lost[-1]} in flight are lost" if lost else ""
@@ -376,7 +376,7 @@ class Training:
         for steps in (worker.optimizer_steps for worker in self._workers.values() if not self.position.steps):
             for companion in chain.from_iterable(own.values() for own in steps.companions.values()):
                 companion.begin()  # with what a script has made of the weights before the first update
-        base = self.position.microbatches * self._schedule.slices
+        base = self._schedule.assignment.indices(self.position.microbatches)
         return Segment(loader, first, base, self.position.steps, assignment, True, self.surroundings.autocast,
                        self._loaders.comparison.confirm, tied_version_of)
 
@@ -421,8 +421,7 @@ class Training:
 
     def _after(self, segment: Segment, end: int, steps: int) -> Position:
         """Return the position after so many steps of a segment, whose microbatches until ``end`` are done."""
-        done, _ = segment.assignment.microbatch_and_slice(end - segment.first)
-        within, _ = segment.assignment.microbatch_and_slice(end)
+        done, within = segment.assignment.whole(end - segment.first), segment.assignment.whole(end)
         samples = segment.loader.samples(segment.first, end) * len(self._collectives.lanes.averaged)
         before = self.position
         return Position(before.steps + steps, before.microbatches + done, within % self._microbatches,

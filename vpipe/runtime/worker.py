@@ -19,15 +19,14 @@ from vpipe import accelerator
 from vpipe.distributed.fault import may_follow
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.runtime.activations import DropoutKey, Record, SpanActivations
+from vpipe.runtime.activations import Record, SpanActivations
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
-from vpipe.runtime.microbatches import Segment, Signature
+from vpipe.runtime.microbatches import ForwardKey, Segment, Signature
 from vpipe.runtime.offload import SavedTensors
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import P2PTransfers
-from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
@@ -46,15 +45,13 @@ class ForwardInputs(NamedTuple):
 
     Attributes:
         pins: the weight versions in use; None in an evaluation.
-        sliced: which slice of sequences it is; None: whole ones.
     """
 
     received: list[Tensor]
     fields: dict[str, Tensor]
     signature: Signature
-    key: DropoutKey
+    key: ForwardKey
     pins: dict[int, int] | None
-    sliced: SequenceSlice | None
 
 
 def check_runnable(present: Collection[Kind]) -> None:
@@ -306,15 +303,14 @@ class Worker:
                     self._hold(error, Action(Op.FORWARD, stage_index, microbatch))
             return outputs, None
         past, saved = NO_TENSORS, None
-        if inputs.sliced is not None:
+        if inputs.key.slice is not None:
             past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
         if stage.offloaded:
             given = (*inputs.received, *inputs.fields.values(), *past.values())
             saved = SavedTensors(stage_index, stage.modules.values(), given)
         with NOTHING if saved is None else saved.saving():
             outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
-                                            split=self.is_split(stage_index, microbatch),
-                                            sliced=inputs.sliced, past=past)
+                                            split=self.is_split(stage_index, microbatch), past=past)
         record.saved = saved
         if record.carried:
             self.values[CARRIED, stage_index, microbatch], record.carried = record.carried, {}
@@ -330,23 +326,18 @@ class Worker:
     def forward_inputs(self, stage_index: int, microbatch: int) -> ForwardInputs:
         """Return the inputs of a forward; the activations are waited for last."""
         segment, stage = self.segment, self.stages[stage_index]
-        number, signature = segment.base + microbatch, segment.loader.signature(segment.first + microbatch)
-        sliced = segment.loader.sliced(segment.first + microbatch)  # none in an evaluation
+        signature = segment.loader.signature(segment.first + microbatch)
+        key = segment.key_of(microbatch, self.fully_sharded.lanes, self.fully_sharded.place)
         fields = {name: value if value.device == stage.device else accelerator.queued_copy(value, stage.device)
                   for name, value in segment.loader.consume(segment.first + microbatch).items()
                   if name in stage.spec.fields and not self.passing}
-        update, within = divmod(number, segment.assignment.update_every)
-        within, _ = segment.assignment.microbatch_and_slice(within)
-        within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
         pins: dict[int, int] | None = None
         if segment.training:
             pins = stage.pin({owner: self.tied.install(owner, segment.tied_version_of(owner, microbatch))
                               for owner in stage.borrowed})
         else:
             stage.use_latest()
-            update = -1 - update
-        return ForwardInputs(self.p2p.receive_activations(stage_index, microbatch), fields, signature,
-                             (update, within), pins, sliced)
+        return ForwardInputs(self.p2p.receive_activations(stage_index, microbatch), fields, signature, key, pins)
 
     def end_forward(self, stage_index: int, microbatch: int, inputs: ForwardInputs, outputs: list[Tensor],
                      record: Record | None = None) -> None:
@@ -462,7 +453,7 @@ class Worker:
         if (staleness := stage.weights.latest - record.pins[stage_index]) > self._staleness[stage_index]:
             self._staleness[stage_index] = staleness
         stage.prepare_backward(record.pins)
-        if record.slice is not None:
+        if record.key.slice is not None:
             record.carried = self.values.pop((CARRIED_GRADIENT, stage_index, microbatch + 1), {})
         if stage_index == self.last_stage:
             if not self.segment.weight(microbatch):
@@ -530,8 +521,8 @@ class Worker:
         error.stage, error.action = action.stage, str(action)
         if action.op.computes:
             assignment = self.segment.assignment
-            error.microbatch, part = assignment.microbatch_and_slice(self.segment.base + action.index)
-            error.action += f" on slice {part} of {assignment.slices}" if assignment.slices > 1 else ""
+            error.microbatch = assignment.whole(self.segment.base + action.index)
+            error.action += assignment.part_of(self.segment.base + action.index)
             error.action += "" if self.segment.training else " of an evaluation"
 
 

@@ -152,14 +152,26 @@ class Assignment:
         ranks = self._ranks.get(stage, (-1,))
         return ranks[0] if len(ranks) == 1 else ranks[self.replica_of(microbatch // self.slices, len(ranks))]
 
-    def microbatch_and_slice(self, index: int) -> tuple[int, int]:
-        """Return the whole microbatch that an index belongs to, and which of its slices it is, from 0."""
-        return divmod(index, self.slices)
+    def indices(self, microbatches: int) -> int:
+        """Return the number of indices that so many whole microbatches have."""
+        return microbatches * self.slices
+
+    def whole(self, index: int) -> int:
+        """Return the whole microbatch that an index belongs to."""
+        return index // self.slices
+
+    def continues(self, index: int) -> bool:
+        """Return whether an index belongs to the same microbatch as the one before it."""
+        return index % self.slices > 0
+
+    def part_of(self, index: int) -> str:
+        """Return `` on slice 1 of 2`` for messages; nothing for a whole microbatch."""
+        return f" on slice {index % self.slices} of {self.slices}" if self.slices > 1 else ""
 
     def name_of(self, microbatch: int) -> str:
         """Return ``microbatch 3`` for messages, or ``microbatch 1, slice 1``."""
-        whole, part = self.microbatch_and_slice(microbatch)
-        return f"microbatch {whole}" + f", slice {part}" * (self.slices > 1)
+        part = f", slice {microbatch % self.slices}" if self.slices > 1 else ""
+        return f"microbatch {self.whole(microbatch)}{part}"
 
     def of_rank_at(self, turn: int, stage: int, rank: int) -> int:
         """Return the microbatch that a rank takes through a stage in a turn, from 0."""
@@ -185,7 +197,7 @@ class Assignment:
     @property
     def step_microbatches(self) -> int:
         """The whole microbatches of a step of training, see :attr:`per_step`."""
-        return self.per_step // self.slices
+        return self.whole(self.per_step)
 
     def has_update(self, stage: int, update: int) -> bool:
         """Tell whether there is a microbatch for an update of a stage."""
@@ -272,11 +284,11 @@ def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], 
 
     A rank that is one itself gets them from itself, a rank with replicas of several numbers from that of the lowest.
     """
-    owners = placement[owner]
+    lenders = placement[owner]
     replica_of = dict(sorted(((borrower, replica) for stage in borrowers
                               for replica, borrower in enumerate(placement[stage])), reverse=True))  # the lowest
     return [borrower for replica, borrower in sorted((replica, borrower) for borrower, replica in replica_of.items())
-            if rank == (borrower if borrower in owners else owners[Assignment.replica_of(replica, len(owners))])]
+            if rank == (borrower if borrower in lenders else lenders[Assignment.replica_of(replica, len(lenders))])]
 
 
 @dataclass(frozen=True)
@@ -305,12 +317,17 @@ class Setting:
     def placement(self) -> Placement:
         return self.assignment.placement
 
+    @property
+    def norms_of_all(self) -> bool:
+        """Whether a step waits for the norms of all stages, not for those alone that the replicas of its own have."""
+        return self.assignment.flush or not self.zero1
+
     def sums(self, stage: int) -> bool:
         """Return whether gradients of a stage are summed over replicas or lanes."""
         return self.sharded or (self.assignment.width(stage) > 1 and self.assignment.trains(stage))
 
     @cached_property
-    def owners(self) -> Mapping[int, Sequence[int]]:
+    def lent_by(self) -> Mapping[int, Sequence[int]]:
         """By borrowing stage, the stages that own the tied weights, in the order of ``ties``."""
         return {stage: [owner for owner in self.ties if stage in self.ties[owner]]
                 for borrowers in self.ties.values() for stage in borrowers}

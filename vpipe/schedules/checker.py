@@ -324,9 +324,8 @@ def norms(schedule: Schedule) -> None:
     A norm stands after the weight gradients of the update and before the rank's first step of it, which waits for
     the norms of all stages.
     """
-    of_all = schedule.flush or not schedule.setting.zero1
     for stage, rank in schedule.replicas() if schedule.setting.normed else ():
-        if not of_all and schedule.assignment.width(stage) == 1:
+        if not schedule.setting.norms_of_all and schedule.assignment.width(stage) == 1:
             continue
         for update in range(schedule.updates(stage)):
             _once_between(schedule, kinds.NORMS, stage, update, rank,

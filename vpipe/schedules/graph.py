@@ -8,25 +8,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from vpipe.errors import UserError
 from vpipe.schedules import kinds
 from vpipe.schedules.assignment import Assignment, Placement, Setting
-from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Action, Kind, Needed, Value
+from vpipe.schedules.kinds import EXCHANGED, PART, SUM, Action, Kind, Needed, Value, with_exchanges
 
 Spot = tuple[int, int]
 """The place of an action: (rank, position in its program). The position after the last action is the end."""
 
 OnRank = tuple[Action, int]
 """An action and the rank that executes it."""
-
-
-def with_exchanges(setting: Setting, present: Collection[Kind]) -> Setting:
-    """Return the setting of a pipeline whose actions are of these kinds, so far as they exchange norms and weights."""
-    there = frozenset[Value]().union(*(kind.made for kind in present))
-    return replace(setting, normed=NORMS in there, sharded=GATHERED in there, zero1=EXCHANGED in there)
 
 
 def other_ends(setting: Setting, transfer: Action, rank: int) -> list[OnRank]:
@@ -304,8 +297,8 @@ class Dependencies:
                  slices: int = 1) -> None:
         self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0, slices=slices)
         # A simulated sum is a transfer, no action.
-        lowered = any(SUM in kind.made for kind in present)
-        self._setting = with_exchanges(Setting(self.assignment, is_lowered=lowered), present)
+        plain = Setting(self.assignment, is_lowered=any(SUM in kind.made for kind in present))
+        self._setting = with_exchanges(plain, present)
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

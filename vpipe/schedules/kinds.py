@@ -14,8 +14,8 @@ points under the kind's text (docs/add-an-action.md).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
@@ -259,6 +259,12 @@ class Kind(str):
         return _KINDS[self.transfer.other]
 
 
+def with_exchanges(setting: Setting, present: Collection[Kind]) -> Setting:
+    """Return a setting with what updates exchange under a schedule of these kinds."""
+    there = frozenset[Value]().union(*(kind.made for kind in present))
+    return replace(setting, normed=NORMS in there, sharded=GATHERED in there, zero1=EXCHANGED in there)
+
+
 # -- expressions that several rows share ---------------------------------------------------------------
 
 def _gathered(at: Setting, s: int, i: int) -> list[Needed]:
@@ -267,14 +273,14 @@ def _gathered(at: Setting, s: int, i: int) -> list[Needed]:
 
 
 def _forward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    tied = [(TIED_VERSION, owner, version) for owner in at.owners.get(s, ())
+    tied = [(TIED_VERSION, owner, version) for owner in at.lent_by.get(s, ())
             if (version := at.tied_version_of(owner, i))] if at.ties else ()
-    before = [(CARRIED, s, i - 1)] if i % at.assignment.slices else []
+    before = [(CARRIED, s, i - 1)] if at.assignment.continues(i) else []
     return (OUTPUT, s - 1, i), *before, *tied, *_gathered(at, s, i)
 
 
 def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    behind = [(CARRIED_GRADIENT, s, i + 1)] if (i + 1) % at.assignment.slices else []
+    behind = [(CARRIED_GRADIENT, s, i + 1)] if at.assignment.continues(i + 1) else []
     return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i), *behind, *_gathered(at, s, i)
 
 
@@ -297,8 +303,8 @@ def _norms(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     """The norms by which a step is clipped: of all stages; without a flush those that its own replicas have."""
     if not at.normed:
         return []
-    of_all = at.assignment.flush or not at.zero1
-    return [(NORMS, stage, i) for stage in (range(len(at.placement)) if of_all else [s] * (at.assignment.width(s) > 1))]
+    own = [s] * (at.assignment.width(s) > 1)
+    return [(NORMS, stage, i) for stage in (range(len(at.placement)) if at.norms_of_all else own)]
 
 
 def gradients_of(at: Setting, s: int, i: int, rank: int) -> list[Needed]:

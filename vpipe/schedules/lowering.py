@@ -55,26 +55,21 @@ class Lowering:
     """Lower the program of one rank.
 
     Args:
+        setting: of the lowered program; it says what updates exchange.
         compute: returns the compute program of the rank, from its beginning.
-        ties: borrowing stages by owning stage.
-        norm: add the exchange of gradient norms before every step.
-        zero1: each replica of a stage steps a part of its parameters. Then without a flush norms go to replicas alone.
         warmup: forwards of a replica of every stage before its first backward, where it is a stream.
-        sharded: the weights of stages are divided over lanes.
     """
 
-    def __init__(self, assignment: Assignment, rank: int, compute: Callable[[], Iterator[Action]],
-                 ties: Mapping[int, Sequence[int]], norm: bool = False, warmup: Sequence[int] = (),
-                 sharded: bool = False, zero1: bool = False) -> None:
-        self._assignment, self._rank, self._compute, self._norm = assignment, rank, compute, norm
-        self._zero1, self._of_all = zero1, assignment.flush or not zero1
-        self._warmup = warmup
+    def __init__(self, setting: Setting, rank: int, compute: Callable[[], Iterator[Action]],
+                 warmup: Sequence[int] = ()) -> None:
+        assignment, ties = setting.assignment, setting.ties
+        self._assignment, self._rank, self._compute, self._warmup = assignment, rank, compute, warmup
         self._stages = stages_of_rank(assignment.placement, rank)
-        self._sharded, self._gathered = sharded, dict.fromkeys(self._stages, -1)
+        self._gathered = dict.fromkeys(self._stages, -1)
         self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
         # Without ties, whose versions are asked for only when they are used.
-        self._setting = Setting(assignment, sharded=sharded)
-        self._lent = {owner for owner in self._ties if Setting(assignment, ties).lending.get((owner, rank))}
+        self._setting = replace(setting, ties={})
+        self._lent = {owner for owner in self._ties if setting.lending.get((owner, rank))}
         self._borrowers = {owner: sorted(here) for owner, borrowers in ties.items()
                            if (here := set(borrowers) & set(self._stages))}
         self._completed: Counter[tuple[int, int, int]] = Counter()  # gradients there, by (owner, update, borrower)
@@ -86,7 +81,7 @@ class Lowering:
         self._forwards = (action for action in compute() if action.op.uses_version)
         self._forwards_met = self._receives_met = 0
         self._steps: list[Action] = []  # that wait for the rank's other stages
-        self._steps_alone = not (norm or sharded or self._borrowers or self._ties
+        self._steps_alone = not (setting.normed or setting.sharded or self._borrowers or self._ties
                                  or any(assignment.width(stage) > 1 for stage in self._stages))
         self._followers: dict[Action, list[Action]] = defaultdict(list)  # what comes right after a step
         self._sent_behind: dict[Kind, list[tuple[Kind, int]]] = {}  # sends, with the stage of each less the action's
@@ -162,7 +157,7 @@ class Lowering:
             self._followers[due].append(action)
             return ()
         actions = [action]
-        if self._sharded and op.uses_version and (update := self._assignment.update_of(stage, index)) \
+        if self._setting.sharded and op.uses_version and (update := self._assignment.update_of(stage, index)) \
                 > self._gathered[stage]:
             self._gathered[stage] = update
             actions = [Action(Op.UNSHARD, stage, update), action]
@@ -233,17 +228,18 @@ class Lowering:
         A step waits for the gradients of the stages of this rank that borrow its weights.
         """
         ready = [step for step in self._steps if step.index < self._closed.get(step.stage, step.index + 1)]
-        if self._norm and self._of_all and len(ready) < len(self._stages):
+        if self._setting.normed and self._setting.norms_of_all and len(ready) < len(self._stages):
             return
         for step in ready:
             if self._setting.sums(step.stage):
                 yield Action(Op.REDUCE, step.stage, step.index)
-            if self._sharded:
+            if self._setting.sharded:
                 yield Action(Op.RESHARD, step.stage, step.index)
         replicated = [step for step in ready if self._assignment.width(step.stage) > 1]
-        if self._norm:
-            yield from (Action(Op.NORM, step.stage, step.index) for step in (ready if self._of_all else replicated))
-        gathers = [Action(Op.GATHER, step.stage, step.index) for step in replicated if self._zero1]
+        if self._setting.normed:
+            yield from (Action(Op.NORM, step.stage, step.index)
+                        for step in (ready if self._setting.norms_of_all else replicated))
+        gathers = [Action(Op.GATHER, step.stage, step.index) for step in replicated if self._setting.zero1]
         for step in ready:
             self._steps.remove(step)
             yield step
@@ -274,9 +270,9 @@ def lower(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: 
 
 def add_transfers(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: bool = False) -> Schedule:
     """Return the same, with every receive right before the action that precedes its use."""
+    setting = Setting(schedule.assignment, schedule.ties, normed=norm, sharded=sharded, zero1=zero1)
     return schedule.with_programs([
-        list(Lowering(schedule.assignment, rank, partial(iter, program), schedule.ties, norm, schedule.warmup, sharded,
-                      zero1).program())
+        list(Lowering(setting, rank, partial(iter, program), schedule.warmup).program())
         for rank, program in enumerate(schedule.programs)])
 
 

@@ -207,13 +207,13 @@ def _from_file(order: Order, cut: Cut, microbatches: int) -> Schedule:
     return schedule
 
 
-def proved(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: bool = False) -> Schedule:
-    """Return a schedule of compute actions lowered (:func:`~.lowering.lower`), once the checker has proved it.
+def proved(schedule: Schedule, *exchanges: bool) -> Schedule:
+    """Return a schedule of compute actions lowered for ``exchanges`` (:func:`~.lowering.lower`), and proved.
 
     Raises:
         CheckError: a rule is broken.
     """
-    lowered = lower(schedule, norm, sharded, zero1)
+    lowered = lower(schedule, *exchanges)
     check(lowered)
     return lowered
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import ClassVar
 
 import vpipe.schedules.generators
+from vpipe.description.order import Order
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plugins import PluginGroup
 from vpipe.schedules.assignment import Layout, Placement, PlacementRule, Size, default_warmup
@@ -75,6 +76,7 @@ class RegisteredSchedule:
     """
 
     DEFAULT: ClassVar[str] = "1f1b"  # where nobody names one
+    DEFAULT_ORDER: ClassVar[Order] = Order(DEFAULT, slices=1)  # where nobody says more
     DEFAULT_ASYNCHRONOUS: ClassVar[str] = "pipedream"
 
     name: str

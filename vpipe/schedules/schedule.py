@@ -20,8 +20,18 @@ from vpipe.description.cut import Placement
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.assignment import Assignment, Setting, default_warmup, describe_rank, passes, stages_of_rank
 from vpipe.schedules.costs import Costs, Number
-from vpipe.schedules.graph import Graph, Spot, with_exchanges
-from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED, Action, Kind, Needed, Value
+from vpipe.schedules.graph import Graph, Spot
+from vpipe.schedules.kinds import (
+    HALF,
+    RECOMPUTED,
+    SAVED,
+    UPDATED,
+    Action,
+    Kind,
+    Needed,
+    Value,
+    with_exchanges,
+)
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many
@@ -106,9 +116,9 @@ class Schedule:
     @cached_property
     def setting(self) -> Setting:
         """What the rows of :mod:`vpipe.schedules.kinds` ask about the pipeline."""
-        return with_exchanges(Setting(
-            self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
-            is_lowered=self.is_lowered), self.kinds)
+        plain = Setting(self.assignment, self.ties, lambda owner, index: self.versions_used.get((owner, index), 0),
+                        self.is_lowered)
+        return with_exchanges(plain, self.kinds)
 
     @cached_property
     def graph(self) -> Graph:

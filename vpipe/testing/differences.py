@@ -304,7 +304,7 @@ def _turn(schedule: Schedule) -> Turn | None:
         latest: dict[int, tuple[int, int]] = {}
         for place, action in enumerate(program):
             if action.op.completes:
-                microbatch, part = schedule.assignment.microbatch_and_slice(action.index)
+                microbatch, part = divmod(action.index, schedule.slices)
                 plain = plain and (microbatch, -part) >= latest.get(action.stage, (0, -schedule.slices))
                 latest[action.stage], places[action.stage, action.index] = (microbatch, -part), place
     return None if plain else lambda stage, microbatch, part: places[stage, microbatch * schedule.slices + part]

@@ -106,9 +106,8 @@ class Simulations:
 
 
 def _key(candidate: Candidate) -> tuple[object, ...]:
-    choice = candidate.choice
-    return (choice.schedule, choice.microbatches, choice.slices, choice.placement, choice.warmup, candidate.partition,
-            candidate.recomputed)
+    choice = replace(candidate.choice, update_every=None)  # which follows from the rest in one request
+    return choice, candidate.partition, candidate.recomputed
 
 
 def seconds(plan: Plan) -> float:

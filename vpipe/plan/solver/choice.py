@@ -153,6 +153,20 @@ class Choice:
         return self.registered.flush
 
     @property
+    def any_widths(self) -> bool:
+        """Stages may have unequal numbers of replicas, of which the search knows what each holds."""
+        return self.traits.by_depth and self.slices == 1
+
+    @property
+    def indices(self) -> int:
+        """Of a batch: as many as it has microbatches, or slices of them."""
+        return self.microbatches * self.slices
+
+    def per_index(self, profile: Profile) -> Profile:
+        """Return the costs of one index, from those of a microbatch."""
+        return profile.sliced(self.slices)
+
+    @property
     def refusal(self) -> str | None:
         """Return why the schedule cannot have these numbers; None when it can, or while replicas are open."""
         try:
@@ -263,7 +277,7 @@ class Candidate:
     def actions(self) -> int:
         """About the number of actions that a simulation executes, transfers and sums included."""
         choice, updates = self.choice, 2
-        microbatches = 2 * choice.microbatches * choice.slices
+        microbatches = 2 * choice.indices
         if not choice.flush:  # the pipeline fills, runs steadily and drains
             every = choice.update_every or choice.registered.update_every(choice.ranks)
             per_step = every * math.lcm(*self.widths)

@@ -8,10 +8,10 @@ the microbatches that the rank holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 
+from vpipe.plan.profile import Profile
 from vpipe.plan.solver.choice import Candidate, Choice
 from vpipe.plan.solver.partition_search import (
     Floats,
@@ -40,30 +40,26 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
     placement, stages, split = choice.groups, len(choice.groups), choice.traits.split
     if stages > table.layers:
         return None
-    demands = list(_demands(choice, table.profile.zero1))
+    demands = list(_demands(choice, table.profile))
     plain = table.work_s(split)
-    starts = None if partition is None else [0, *accumulate(partition)]
 
     def find(demand_of: list[StageDemand]) -> FoundPartition | None:
         def evaluate(ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-            stage = stages - ranks_left
-            work = plain[stop] - plain[first] + table.recompute_s(first, stop, demand_of[stage])
-            if starts is not None:
-                work = np.where((first == starts[stage]) & (stop == starts[stage + 1]), work, np.inf)
+            work = plain[stop] - plain[first] + table.recompute_s(first, stop, demand_of[stages - ranks_left])
             return work, work
 
-        return smallest_bottleneck(unreplicated_problem(stages, plain, evaluate),
+        return smallest_bottleneck(unreplicated_problem(stages, plain, evaluate, fixed=partition),
                                    lambda: not _may_fit(table, demand_of))
 
     for attempt in _attempts(demands, shares):
         if (found := find(attempt)) is None:
             continue
         recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
-                           for each, demand in zip(found.slices, attempt, strict=True))
+                           for each, demand in zip(found.stages, attempt, strict=True))
         kept = kept_bytes(table.profile, found.partition, recomputed, placement)
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
                                demand.weight_halves, width=demand.width, moved=kept.moved[stage])
-                  for stage, (each, demand, layers) in enumerate(zip(found.slices, demands, recomputed, strict=True))]
+                  for stage, (each, demand, layers) in enumerate(zip(found.stages, demands, recomputed, strict=True))]
         if table.limit_bytes is not None and any(
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes
                 for ranks in placement for rank in ranks[:1]):
@@ -100,7 +96,7 @@ def _attempts(demands: list[StageDemand], shares: Sequence[float] | float | None
     yield [demand._replace(share=share, part=np.inf) for demand, share in zip(demands, each, strict=True)]
 
 
-def _demands(choice: Choice, zero1: bool) -> Iterator[StageDemand]:
+def _demands(choice: Choice, profile: Profile) -> Iterator[StageDemand]:
     """Yield what every stage holds when its rank holds most, with its part of its rank's memory."""
     built = build(choice.schedule, choice.groups, choice.microbatches)
     costs = Costs((StageCosts(1, 1, 1),) * len(choice.groups))
@@ -112,7 +108,7 @@ def _demands(choice: Choice, zero1: bool) -> Iterator[StageDemand]:
                 for each in built.stages_of(ranks[0])}
         in_flight, versions, halves = held[stage]
         yield StageDemand(max(1, in_flight), versions, halves, part=sum(held[stage]) / sum(map(sum, held.values())),
-                          width=len(ranks) if zero1 else 1)
+                          width=profile.sharers(len(ranks)))
 
 
 def _estimate_s(table: StageTable, choice: Choice, found: FoundPartition) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -17,7 +17,7 @@ from vpipe.plan.solver.partition_search import (
     FoundPartition,
     Integers,
     PartitionProblem,
-    StageSlice,
+    StageRange,
     smallest_bottleneck,
     smallest_cost,
 )
@@ -43,6 +43,7 @@ class CostModel:
     def __init__(self, table: StageTable, choice: Choice, shares: Sequence[float] | float | None = None,
                  partition: Sequence[int] | None = None) -> None:
         self.table, self.choice, self._shares, ranks = table, choice, shares, choice.ranks
+        self._partition = partition
         self._widths: dict[int, Sequence[int]]  # by ranks of a stage and the later ones, the replicas that it may have
         if choice.placement is None:
             # A replica with one microbatch pipelines nothing; a whole model on every rank is a choice of its own.
@@ -54,11 +55,6 @@ class CostModel:
                             for end, width in zip(accumulate(sizes), sizes, strict=True)}
         self._order = list(chain.from_iterable(choice.placement or [range(ranks)]))  # of the ranks, by stage
         self._stage_of = {ranks_left: stage for stage, ranks_left in enumerate(sorted(self._widths, reverse=True))}
-        self._fixed_stop: Integers | None = None  # of the fixed stage that begins with a layer; 0 where none does
-        if partition is not None:
-            stops = np.cumsum(partition)
-            self._fixed_stop = np.zeros(table.layers, int)
-            self._fixed_stop[stops - partition] = stops
         profile = table.profile
         hosts = -(-ranks // max(1, profile.identity.ranks_per_host))
         self._cores = np.inf if profile.cores is None else min(ranks, profile.cores * hosts)
@@ -69,12 +65,12 @@ class CostModel:
         if share is not None and not isinstance(share, (int, float)):
             share = share[self._stage_of[ranks_left]]
         return self.choice.demand(ranks_left, width)._replace(
-            share=share, width=width if self.table.profile.zero1 else 1)
+            share=share, width=self.table.profile.sharers(width))
 
-    def demands(self, slices: Iterable[StageSlice]) -> Iterator[tuple[StageSlice, StageDemand]]:
+    def demands(self, stages: Iterable[StageRange]) -> Iterator[tuple[StageRange, StageDemand]]:
         """Yield the stages of a partition with what a replica of each must hold."""
         ranks_left = self.choice.ranks
-        for each in slices:
+        for each in stages:
             yield each, self.demand(ranks_left, each.width)
             ranks_left -= each.width
 
@@ -82,25 +78,24 @@ class CostModel:
     def by_time(self) -> PartitionProblem:
         """The problem of the least time."""
         choice, all_widths = self.choice, {width for several in self._widths.values() for width in several}
-        least_step = self.table.sums["step"] / (max(all_widths) if self.table.profile.zero1 else 1)
+        least_step = self.table.sums["step"] / self.table.profile.sharers(max(all_widths))
         if not choice.flush:
             least, room = self._plain + least_step / choice.every, {w: float(w) for w in all_widths}
         else:
             most = max(choice.per_replica(width) for width in all_widths) - 1
             least = self._plain + (least_step / most if most else 0.0)
             room = {w: 1 / (choice.per_replica(w) - 1) if choice.per_replica(w) > 1 else np.inf for w in all_widths}
-        return PartitionProblem(self.table.layers, self._widths, choice.ranks, least, room, self._evaluate)
+        return PartitionProblem(self.table.layers, self._widths, choice.ranks, least, room, self._evaluate,
+                                self._partition)
 
     @cached_property
     def by_memory(self) -> PartitionProblem:
         """The problem of the least memory of the fullest rank."""
         def evaluate(ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-            demand = self.demand(ranks_left, width)
-            return np.zeros(first.shape), self._if_fixed(
-                first, stop, lambda first, stop: self.table.least_bytes(first, stop, demand))
+            return np.zeros(first.shape), self.table.least_bytes(first, stop, self.demand(ranks_left, width))
 
         return PartitionProblem(self.table.layers, self._widths, self.choice.ranks, self.table.floor_bytes,
-                          {w: 1.0 for several in self._widths.values() for w in several}, evaluate)
+                          {w: 1.0 for several in self._widths.values() for w in several}, evaluate, self._partition)
 
     @cached_property
     def _plain(self) -> Floats:
@@ -111,11 +106,11 @@ class CostModel:
         return self._plain[stop] - self._plain[first]
 
     def _work_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
-        """Return the seconds of a microbatch in stages; infinite for those that do not fit or are not fixed."""
+        """Return the seconds of a microbatch in stages; infinite for those that do not fit."""
         cuts = (first > 0).astype(float) + (stop < self.table.layers)
         backwards = stop > self.table.profile.frozen_layers  # others only go forward
         actions = (1 + backwards) * (1 + cuts) + backwards * self.choice.traits.split
-        again = self._if_fixed(first, stop, lambda first, stop: self.table.recompute_s(first, stop, demand))
+        again = self.table.recompute_s(first, stop, demand)
         again = np.where(backwards | np.isinf(again), again, 0.0)
         work: Floats = self.plain_s(first, stop) + self.table.profile.dispatch_s * (actions + (again > 0)) + again
         return work
@@ -125,15 +120,6 @@ class CostModel:
         profile, steps = self.table.profile, self.table.sums["step"]
         later_s: Floats = versions_s(profile, self.table.parameter_bytes(first, stop), demand.versions)
         return (steps[stop] - steps[first]) / demand.width + profile.dispatch_s + later_s
-
-    def _if_fixed(self, first: Integers, stop: Integers, figure: Callable[[Integers, Integers], Floats]) -> Floats:
-        """Return a figure of stages; infinite for those that are not stages of a fixed partition."""
-        if self._fixed_stop is None:
-            return figure(first, stop)
-        found, fixed = np.full(first.shape, np.inf), self._fixed_stop[first] == stop
-        if fixed.any():
-            found[fixed] = figure(first[fixed], stop[fixed])
-        return found
 
     def _evaluate(self, ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
         """Evaluate stages by time, see :data:`~vpipe.plan.solver.partition_search.Evaluate`."""
@@ -156,17 +142,16 @@ class CostModel:
 
     def _step_work_s(self, width: int, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of computation of stages in a step, over all replicas."""
-        return (self.choice.microbatches * self.choice.slices * self._work_s(first, stop, demand)
-                + width * self._step_s(first, stop, demand))
+        return self.choice.indices * self._work_s(first, stop, demand) + width * self._step_s(first, stop, demand)
 
-    def _with_costs(self, slices: tuple[StageSlice, ...]) -> FoundPartition:
+    def _with_costs(self, stages: tuple[StageRange, ...]) -> FoundPartition:
         """Return a partition with its costs by time."""
         ranks_left, total, bottleneck = self.choice.ranks, 0.0, 0.0
-        for first, stop, width in slices:
+        for first, stop, width in stages:
             sums, costs = self._evaluate(ranks_left, width, np.array([first]), np.array([stop]))
             total, bottleneck = total + float(sums[0]), max(bottleneck, float(costs[0]))
             ranks_left -= width
-        return FoundPartition(total, bottleneck, slices)
+        return FoundPartition(total, bottleneck, stages)
 
     def _transfers_s(self, ranks_left: int) -> Floats:
         """Return per boundary between layers the seconds of a microbatch to the next stage and of its gradient back."""
@@ -194,7 +179,7 @@ class CostModel:
         if np.isinf(self._cores):
             return found.sum + found.bottleneck
         work = sum(self._step_work_s(width, np.array([first]), np.array([stop]), demand)[0]
-                   for (first, stop, width), demand in self.demands(found.slices))
+                   for (first, stop, width), demand in self.demands(found.stages))
         return max(found.sum + found.bottleneck, float(work / self._cores))
 
     def best(self) -> BestPartition | None:
@@ -219,15 +204,15 @@ class CostModel:
         assert least_work is not None, "the start is among them"
         best = smallest_cost(self.by_time, start, self.cost, add, widest,
                              max(lower_bound, least_work.sum / self._cores))
-        other = self._with_costs(least_work.slices)
+        other = self._with_costs(least_work.stages)
         if self.cost(other) < best.cost:
             best = BestPartition(other, self.cost(other), best.lower_bound, (best.found, *best.others))
         return best
 
-    def peak_bytes(self, slices: Iterable[StageSlice]) -> int:
+    def peak_bytes(self, stages: Iterable[StageRange]) -> int:
         """Return what the fullest rank of a partition holds when nothing is recomputed."""
         return max(self.table.peak_bytes(each.first, each.stop, demand, frozenset())
-                   for each, demand in self.demands(slices))
+                   for each, demand in self.demands(stages))
 
     def least_memory(self) -> FoundPartition | None:
         """Return the partition whose fullest rank holds least; None when there are fewer layers than stages."""

@@ -25,12 +25,9 @@ _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients":
 
 _OTHERS = "allow other schedules, numbers of microbatches or ranks"
 
-Fits = Callable[[PlanRequest], bool]
-"""Tells whether the solver finds a plan for a request."""
 
-
-def infeasible(space: SearchSpace, fits: Fits) -> UserError:
-    """Return the error for a request that has no plan."""
+def infeasible(space: SearchSpace, fits: Callable[[PlanRequest], bool]) -> UserError:
+    """Return the error for a request that has no plan; ``fits`` tells whether the solver finds one for another."""
     request, limit = space.request, space.request.memory_bytes
     plan = min(_smallest(space), key=lambda plan: plan.predicted.fullest_rank[1], default=None)
     if plan is None or limit is None:
@@ -69,7 +66,8 @@ def _layers(layers: range) -> str:
     return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
 
 
-def _remedies(request: PlanRequest, plan: Plan, peak: int, limit: int, fits: Fits) -> Iterator[str]:
+def _remedies(request: PlanRequest, plan: Plan, peak: int, limit: int,
+              fits: Callable[[PlanRequest], bool]) -> Iterator[str]:
     """Yield more memory, more ranks, and the optimizer's state shared by replicas, where a plan then fits."""
     assert plan.schedule is not None
     assert plan.microbatches is not None

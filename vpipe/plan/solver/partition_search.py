@@ -29,7 +29,7 @@ MOST_LIMITS = 60
 """Limits of the bottleneck that are tried at most."""
 
 
-class StageSlice(NamedTuple):
+class StageRange(NamedTuple):
     """A stage: its first layer, the layer after its last, and its number of replicas."""
 
     first: int
@@ -37,9 +37,9 @@ class StageSlice(NamedTuple):
     width: int
 
 
-def slices_of(partition: Sequence[int], widths: Sequence[int]) -> tuple[StageSlice, ...]:
+def stage_ranges(partition: Sequence[int], widths: Sequence[int]) -> tuple[StageRange, ...]:
     """Return the stages of a partition with their numbers of replicas."""
-    return tuple(StageSlice(layers.start, layers.stop, width)
+    return tuple(StageRange(layers.start, layers.stop, width)
                  for layers, width in zip(ranges(partition), widths, strict=True))
 
 
@@ -48,17 +48,17 @@ class FoundPartition(NamedTuple):
 
     sum: float
     bottleneck: float
-    slices: tuple[StageSlice, ...]
+    stages: tuple[StageRange, ...]
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Replicas per stage."""
-        return tuple(each.width for each in self.slices)
+        return tuple(each.width for each in self.stages)
 
     @property
     def partition(self) -> tuple[int, ...]:
         """Layers per stage."""
-        return tuple(each.stop - each.first for each in self.slices)
+        return tuple(each.stop - each.first for each in self.stages)
 
 
 class BestPartition(NamedTuple):
@@ -97,6 +97,7 @@ class PartitionProblem:
     least_cost_sums: Floats  # running sum over layers of their least cost, one entry more than there are layers
     room: Mapping[int, float]  # by width, how much of that sum fits into a stage of cost 1
     evaluate: Evaluate
+    fixed: Sequence[int] | None = None  # layers per stage, where there is one partition alone
 
     def lower_bound(self) -> float:
         """Return a lower bound of the bottleneck."""
@@ -133,6 +134,11 @@ class PartitionProblem:
             return None
         stop = first[:, None] + lengths
         real = (stop >= stops[0]) & (stop <= stops[-1]) & (stop <= longest[:, None])
+        if self.fixed is not None:
+            ends = np.cumsum(self.fixed)
+            own = np.zeros(self.layers, int)  # by first layer of a fixed stage, where it ends; 0 where none begins
+            own[ends - self.fixed] = ends
+            real &= stop == own[first][:, None]
         places = np.flatnonzero(real)
         if not len(places):
             return None
@@ -175,21 +181,21 @@ class StageOptions:
                 best[rows], which[rows], length[rows] = least[better], number, grid.lengths[column[better]]
         if ranks not in rest or not np.isfinite(rest[ranks][0]):
             return None
-        slices, ranks_left, first, total, bottleneck = [], ranks, 0, 0.0, 0.0
+        stages, ranks_left, first, total, bottleneck = [], ranks, 0, 0.0, 0.0
         while ranks_left:
             grid, size = self.grids[ranks_left][taken[ranks_left][0][first]], int(taken[ranks_left][1][first])
             at = int(np.searchsorted(grid.first, first)), size - int(grid.lengths[0])
             total, bottleneck = total + float(grid.sums[at]), max(bottleneck, float(grid.costs[at]))
-            slices.append(StageSlice(first, first + size, grid.width))
+            stages.append(StageRange(first, first + size, grid.width))
             first, ranks_left = first + size, ranks_left - grid.width
-        return FoundPartition(total, bottleneck, tuple(slices))
+        return FoundPartition(total, bottleneck, tuple(stages))
 
 
-def unreplicated_problem(stages: int, least_cost_sums: Floats, evaluate: Evaluate,
-                         room: float = 1.0) -> PartitionProblem:
+def unreplicated_problem(stages: int, least_cost_sums: Floats, evaluate: Evaluate, room: float = 1.0,
+                         fixed: Sequence[int] | None = None) -> PartitionProblem:
     """Return the problem of a pipeline with one rank per stage; arguments as for :class:`PartitionProblem`."""
     return PartitionProblem(len(least_cost_sums) - 1, dict.fromkeys(range(1, stages + 1), (1,)), stages,
-                            least_cost_sums, {1: room}, evaluate)
+                            least_cost_sums, {1: room}, evaluate, fixed)
 
 
 def smallest_bottleneck(problem: PartitionProblem,
@@ -250,7 +256,7 @@ def smallest_cost(problem: PartitionProblem, start: FoundPartition, cost: Callab
     chosen = min(found, key=cost)
     lower_bound = max(lower_bound, min([*lower_bounds, *(part[0] for part in intervals)]))
     return BestPartition(chosen, cost(chosen), min(cost(chosen), lower_bound),
-                         tuple(other for other in dict.fromkeys(found) if other.slices != chosen.slices))
+                         tuple(other for other in dict.fromkeys(found) if other.stages != chosen.stages))
 
 
 def running_sum(numbers: Sequence[float]) -> Floats:

@@ -11,6 +11,7 @@ from vpipe.description.cut import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
+from vpipe.plan.solver.choice import Choice
 from vpipe.schedules.assignment import Placement
 from vpipe.schedules.registry import RegisteredSchedule
 
@@ -61,6 +62,13 @@ class PlanRequest:
         if self.partition and self.placement and len(self.partition) != len(self.placement):
             raise UserError(f"the partition has {len(self.partition)} stages, the placement {len(self.placement)}",
                             hint="give both equally many, or leave one out")
+
+    def choice(self, schedule: str, microbatches: int) -> Choice:
+        """Return the choice of a schedule and of microbatches, with what is given, and replicas open elsewhere."""
+        registered = RegisteredSchedule.named(schedule)
+        return Choice(schedule, microbatches, None if registered.flush else self.update_every.get(microbatches),
+                      self.ranks, self.placement, self.warmup if registered.any_warmup else None,
+                      self.slices if registered.sliced else 1)
 
     @property
     def with_zero1(self) -> PlanRequest:

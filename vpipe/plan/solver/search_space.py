@@ -9,14 +9,13 @@ from functools import partial
 
 from vpipe.description.cut import recomputed_layers
 from vpipe.errors import counted
-from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
+from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths
 from vpipe.plan.solver.chunked_partition import chunked_candidate
 from vpipe.plan.solver.cost_model import CostModel
-from vpipe.plan.solver.partition_search import StageSlice, slices_of
+from vpipe.plan.solver.partition_search import StageRange, stage_ranges
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.stage_table import StageTable
-from vpipe.plan.solver.vpipe_heuristic import balanced
-from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.plan.solver.vpipe_heuristic import balanced_candidate
 
 UNEVEN = "its replicas cannot share the microbatches of an update evenly"
 
@@ -34,7 +33,7 @@ class SearchSpace:
     considered: int = 0  # how many choices were solved
     _shares: Sequence[float] | float | None = None  # of a stage's layers that the request says are recomputed
     _required: frozenset[int] | None = None  # layers that the request says are recomputed, and no others
-    _tables: dict[tuple[int, int], StageTable] = field(default_factory=dict)  # by microbatches and slices of each
+    _tables: dict[tuple[int, int], StageTable] = field(default_factory=dict)  # by microbatches and indices of a batch
 
     def __post_init__(self) -> None:
         recompute, partition = self.request.recompute, self.request.partition
@@ -75,12 +74,10 @@ class SearchSpace:
         return "cannot be had" if self.request.memory_bytes is None else "does not fit"
 
     def _choices(self, schedule: str, microbatches: int) -> Iterator[Choice]:
-        request, registered = self.request, RegisteredSchedule.named(schedule)
-        every = None if registered.flush else request.update_every.get(microbatches)
-        warmup = request.warmup if registered.any_warmup else None
-        slices = request.slices if registered.sliced else 1
+        request, one = self.request, self.request.choice(schedule, microbatches)
+        registered, every = one.registered, one.update_every
         if request.placement is not None:
-            yield Choice(schedule, microbatches, every, request.ranks, request.placement, warmup, slices)
+            yield one
             return
         for width in range(1, request.ranks + 1):
             stages = request.ranks // width * registered.chunks
@@ -88,12 +85,11 @@ class SearchSpace:
                 continue  # one position, where several stages on a rank gain nothing
             if request.ranks % width == 0 and stages <= request.layers and self._allows(stages, width):
                 own = every // width * (every % width == 0) if every and request.shared_updates else every
-                yield Choice(schedule, microbatches, own, request.ranks,
-                             equal_widths(schedule, request.ranks, width), warmup, slices)
+                yield replace(one, update_every=own, placement=equal_widths(schedule, request.ranks, width))
         free = request.stages is None and (request.recompute is None or isinstance(request.recompute, (int, float)))
-        if (free and request.ranks > 2 and request.small and not (every and request.shared_updates) and slices == 1
-                and traits_of(registered).by_depth):
-            yield Choice(schedule, microbatches, every, request.ranks, None, warmup, slices)
+        if (free and request.ranks > 2 and request.small and not (every and request.shared_updates)
+                and one.any_widths):
+            yield one
 
     def _allows(self, stages: int, width: int) -> bool:
         """Tell whether the request allows so many stages, with so many replicas each."""
@@ -104,10 +100,10 @@ class SearchSpace:
                    if isinstance(each, Sequence))
 
     def _table(self, choice: Choice) -> StageTable:
-        key = choice.microbatches, choice.slices
+        key = choice.microbatches, choice.indices
         if key not in self._tables:
-            self._tables[key] = StageTable(self.request.profiles[choice.microbatches].sliced(choice.slices),
-                                           self.request.tensor_bytes, self._required)
+            profile = choice.per_index(self.request.profiles[choice.microbatches])
+            self._tables[key] = StageTable(profile, self.request.tensor_bytes, self._required)
         return self._tables[key]
 
     def cost_model(self, choice: Choice) -> CostModel:
@@ -131,7 +127,7 @@ class SearchSpace:
                 return None
         chosen, *others = partitions
         alike = [chosen, *[each for each in others if each.widths == chosen.widths][:MOST_OTHERS]]
-        first, *further = [stages for each in alike if (stages := _stages(costs, each.slices)) is not None]
+        first, *further = [stages for each in alike if (stages := _stages(costs, each.stages)) is not None]
         return Candidate(choice.with_widths(chosen.widths), *first, costs.seconds_per_sample(costs.cost(chosen)),
                          costs.seconds_per_sample(best.lower_bound), further)
 
@@ -145,7 +141,7 @@ class SearchSpace:
             self.refusals[choice] = why
             return None
         sets = []
-        for (first, stop, _), demand in costs.demands(found.slices):
+        for (first, stop, _), demand in costs.demands(found.stages):
             required, layers = costs.table.required(first, stop, demand), frozenset(range(first, stop))
             sets.append(min([required] if required is not None else [frozenset[int](), layers], key=partial(
                 costs.table.peak_bytes, first, stop, demand)))
@@ -163,18 +159,14 @@ class SearchSpace:
         if not choice.plain:
             return None
         self.considered += 1
-        costs = self.cost_model(choice)
-        if (found := balanced(costs, choice.ranks)) is None:
-            return None
-        partition, sets, seconds = found
-        return Candidate(choice, partition, sets, costs.seconds_per_sample(seconds))
+        return balanced_candidate(self.cost_model(choice))
 
     def stages_of(self, choice: Choice, partition: Sequence[int]) -> Stages | None:
         """Return a partition with what it recomputes under a choice; None where it does not fit."""
-        return _stages(self.cost_model(choice), slices_of(partition, list(map(len, choice.groups))))
+        return _stages(self.cost_model(choice), stage_ranges(partition, list(map(len, choice.groups))))
 
 
-def _stages(costs: CostModel, slices: Sequence[StageSlice]) -> Stages | None:
-    found = [costs.table.recompute_set(first, stop, demand) for (first, stop, _), demand in costs.demands(slices)]
+def _stages(costs: CostModel, ranges: Sequence[StageRange]) -> Stages | None:
+    found = [costs.table.recompute_set(first, stop, demand) for (first, stop, _), demand in costs.demands(ranges)]
     sets = tuple(layers for layers in found if layers is not None)
-    return (tuple(each.stop - each.first for each in slices), sets) if len(sets) == len(found) else None
+    return (tuple(each.stop - each.first for each in ranges), sets) if len(sets) == len(found) else None

@@ -18,7 +18,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Simulations, deepened, seconds
 from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.infeasible import infeasible
-from vpipe.plan.solver.partition_search import TOLERANCE, slices_of
+from vpipe.plan.solver.partition_search import TOLERANCE, stage_ranges
 from vpipe.plan.solver.request import MOST_LAYERS, MOST_RANKS, Alternative, PlanRequest
 from vpipe.plan.solver.search_space import SearchSpace
 from vpipe.plan.solver.stage_table import MOST_SETS
@@ -71,8 +71,8 @@ class Solution:
             """First what the plan's own schedule and replicas need, then what the fastest of all needs."""
             if (candidate := space.solve(choice)) is not None:
                 if not choice.chunked:
-                    slices = slices_of(candidate.partition, candidate.widths)
-                    yield taken_bytes(space.cost_model(choice).peak_bytes(slices), request.process_bytes,
+                    stages = stage_ranges(candidate.partition, candidate.widths)
+                    yield taken_bytes(space.cost_model(choice).peak_bytes(stages), request.process_bytes,
                                       request.kept_share)
                 if (simulated := Simulations(space).simulated(candidate, urgent=True)) is not None:
                     yield simulated.predicted.fullest_rank[1]

@@ -142,7 +142,7 @@ class StageTable:
         self._known: dict[int, Integers] = {}  # figures of the nodes, by width
         self.sums = {what: running_sum([getattr(layer, what).median for layer in profile.layers])
                       for what in ("forward", "backward", "input_half", "weight_half", "step")}
-        self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes * (not profile.zero1)
+        self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes * (profile.sharers(2) == 1)
                                         + layer.frozen_bytes + layer.saved_bytes for layer in profile.layers])
         self._parameters = running_sum([layer.parameter_bytes for layer in profile.layers])
         cuts = range(1, self.layers)

@@ -17,18 +17,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from vpipe.description.cut import ranges
+from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 
 
-def balanced(costs: CostModel, stages: int) -> tuple[tuple[int, ...], tuple[frozenset[int], ...], float] | None:
-    """Balance a partition into stages on one rank each.
-
-    Returns:
-        The partition, its recomputed layers, and the seconds of a step with a flush, or of a microbatch without; None
-        where the heuristic ends with a stage that does not fit.
-    """
-    layers = costs.table.layers
+def balanced_candidate(costs: CostModel) -> Candidate | None:
+    """Return a candidate for a choice of stages on one rank each; None where the heuristic ends with a stage that does
+    not fit."""
+    layers, choice, stages = costs.table.layers, costs.choice, costs.choice.ranks
     if stages > layers:
         return None
     sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
@@ -48,9 +45,9 @@ def balanced(costs: CostModel, stages: int) -> tuple[tuple[int, ...], tuple[froz
         return None
     sets = tuple(_recomputed(costs.table, here, costs.demand(stages - stage, 1))
                  for stage, here in enumerate(ranges(sizes)))
-    times, choice = [seconds for _, seconds in of_stage], costs.choice
+    times = [seconds for _, seconds in of_stage]
     seconds = sum(times) + (choice.microbatches - 1) * max(times) if choice.flush else max(times)
-    return tuple(sizes), sets, seconds
+    return Candidate(choice, tuple(sizes), sets, costs.seconds_per_sample(seconds))
 
 
 def _moves(sizes: Sequence[int], stage: int) -> Iterator[tuple[list[int], int]]:

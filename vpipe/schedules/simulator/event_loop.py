@@ -108,7 +108,7 @@ class SimulationTables:
                             if other != rank and (made := graph.maker(*part, other)) is not None:
                                 tables._add(Message(action, other, rank, ticks(op, stage, other, rank), (number,), 1),
                                             number_of(made, other))
-                        if other != rank and (number, other) in users:  # no one needs it where owners step
+                        if other != rank and (number, other) in users:  # else no one needs it
                             tables._add(Message(action, rank, other, ticks(op, stage, rank, other),
                                                 tuple(users[number, other]), 1), number)
                 elif number in published and not op.computes:  # known to all as soon as it is there
