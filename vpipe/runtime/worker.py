@@ -23,7 +23,6 @@ from vpipe.runtime.activations import DropoutKey, Record, SpanActivations
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.microbatches import Segment, Signature
-from vpipe.runtime.offload import SavedTensors
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import P2PTransfers
@@ -312,14 +311,9 @@ class Worker:
                 except Exception as error:
                     self._hold(error, Action(Op.FORWARD, stage_index, microbatch))
             return outputs, None
-        past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
-        given = (*inputs.received, *inputs.fields.values(), *past.values())
-        saved = SavedTensors(stage_index, stage.modules.values(), given) if stage.offloaded else None
-        with NOTHING if saved is None else saved.saving():
-            outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
-                                            split=self.is_split(stage_index, microbatch),
-                                            sliced=inputs.sliced, past=past)
-        record.saved = saved
+        outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
+                                        split=self.is_split(stage_index, microbatch), sliced=inputs.sliced,
+                                        past=self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS))
         if record.carried:
             self.values[CARRIED, stage_index, microbatch], record.carried = record.carried, {}
         return outputs, record
