@@ -14,7 +14,7 @@ from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import kept_bytes, pipeline_costs, stage_memory
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
-from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED
+from vpipe.schedules.kinds import HALF, KEPT, RECOMPUTED, SAVED, UPDATED
 from vpipe.schedules.loads import peak_contents
 from vpipe.schedules.prepare import described, placed, proved, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
@@ -95,7 +95,8 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
         cost, ranks = costs.stages[stage], schedule.placement[stage]
         memories = [stage_memory(profile, layers, recomputed[stage], held[SAVED, stage], held[UPDATED, stage],
                                  held[HALF, stage], held[RECOMPUTED, stage], len(ranks), lanes,
-                                 kept.moved[stage]) for rank, held in enumerate(contents) if rank in ranks]
+                                 held[KEPT, stage] * kept.waiting[stage] - held[SAVED, stage] * kept.shared[stage])
+                    for rank, held in enumerate(contents) if rank in ranks]
         stages.append(StagePrediction(
             layers.start, len(layers), ranks, schedule.slices * float(cost.forward_s),
             schedule.slices * float(cost.input_s + cost.weight_s), schedule.slices * float(cost.recompute_s),

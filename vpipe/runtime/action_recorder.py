@@ -18,10 +18,10 @@ from vpipe.errors import RunError
 from vpipe.runtime.activations import Record
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.sharded_tensors import local
-from vpipe.runtime.values import HELD, KEPT, bytes_of, sizes_of
+from vpipe.runtime.values import HELD, bytes_of, sizes_of
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind, RecordedAction, RecordedEvaluation
-from vpipe.schedules.kinds import GATHERED, Needed, Value
+from vpipe.schedules.kinds import GATHERED, KEPT, Needed, Value
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""

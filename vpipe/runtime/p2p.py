@@ -23,8 +23,8 @@ from vpipe.runtime.transport.transport import (
     decode_specs,
     specs_as_tensor,
 )
-from vpipe.runtime.values import KEPT, Values
-from vpipe.schedules.kinds import OUTPUT, OUTPUT_GRADIENT
+from vpipe.runtime.values import Values
+from vpipe.schedules.kinds import KEPT, OUTPUT, OUTPUT_GRADIENT
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
 _SPECS = TransferKind.SPECS

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vpipe.runtime.sharded_tensors import local
-from vpipe.schedules.kinds import HALF, OFFLOADED, SAVED, Needed, Value
+from vpipe.schedules.kinds import HALF, KEPT, OFFLOADED, SAVED, Needed, Value
 
 LOSS = Value("loss")
 WANTED = Value("outputs of an evaluation")
-KEPT = Value("inputs kept for a later stage of the rank")
 OUTLIVING = frozenset({LOSS, WANTED})
 """Values that outlive a segment: who collects the results of a step or an evaluation takes them."""
 
