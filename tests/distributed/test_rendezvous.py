@@ -29,7 +29,7 @@ TIMING = WatchdogTiming(beat_s=0.05, silent_s=20.0, grace_s=5.0, long_s=60.0, jo
 def not_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are threads: none is the process's."""
     monkeypatch.setattr(module.watch, "begin", lambda watchdog: None)
-    monkeypatch.setattr(module, "_kept", {})
+    monkeypatch.setattr(module, "_taken_from_environment", {})
 
 
 @pytest.fixture

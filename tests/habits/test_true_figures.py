@@ -131,14 +131,3 @@ def test_a_storage_of_several_tensors_counts_once() -> None:
     (recorder,) = pipe.record().values()
     list(pipe.train([{"x": torch.randn(4, 16)}]))
     assert (pipe.usage()[0].state_bytes, recorder.static_bytes()) == (own, {0: own + own + own // 2})
-
-
-def test_what_a_stage_hands_on_within_its_rank_counts_once() -> None:
-    """Under zb_v stages 1 and 2 are on one rank: the output that the first one saves is the input of the second."""
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
-    pipe = Pipeline(Model.sequential(net, nn.MSELoss()), lambda p: torch.optim.SGD(p, lr=0.1), 4, "zb_v", 4)
-    recorder = pipe.record()[1]
-    list(pipe.train([{"input": torch.randn(8, 16), "target": torch.randn(8, 16)}]))
-    held = {str(record.action): record.held_bytes for record in recorder.pop_records()}
-    one = 2 * 16 * 4
-    assert (held["1F0"], held["2F0"]) == (2 * one, 3 * one)

@@ -74,14 +74,14 @@ def test_links_and_hosts_come_from_the_profile(four: Profile) -> None:
     assert pipeline_costs(four, (2, 2), [(), ()], placement).cores is None
 
 
-@pytest.mark.parametrize(("placement", "sent", "moved"), [
-    (((0,), (1,), (0,), (1,)), [10, 20, 30], [10, 0, -10, -10]),
-    (((0,), (1,), (1,), (0,)), [10, 30, 30], [10, 0, -10, -10]),
-    (((0,), (1,), (2,), (3,)), [10, 30, 40], [0, 0, 0, 0]),
-    (((0, 1), (2, 3), (0, 1), (2, 3)), [10, 20, 30], [10, 0, -10, -10]),
-    (((0,), (1,), (0, 2), (1,)), [10, 30, 30], [0, 0, 0, -10])])
+@pytest.mark.parametrize(("placement", "sent", "waiting", "shared"), [
+    (((0,), (1,), (0,), (1,)), [10, 20, 30], [10, 0, 0, 0], [0, 0, 0, 10]),
+    (((0,), (1,), (1,), (0,)), [10, 30, 30], [10, 0, 0, 0], [0, 0, 10, 0]),
+    (((0,), (1,), (2,), (3,)), [10, 30, 40], [0, 0, 0, 0], [0, 0, 0, 0]),
+    (((0, 1), (2, 3), (0, 1), (2, 3)), [10, 20, 30], [10, 0, 0, 0], [0, 0, 0, 10]),
+    (((0,), (1,), (0, 2), (1,)), [10, 30, 30], [0, 0, 0, 0], [0, 0, 0, 10])])
 def test_what_a_rank_has_had_is_not_sent_to_it_and_counts_once(placement: Placement, sent: list[int],
-                                                               moved: list[int]) -> None:
+                                                               waiting: list[int], shared: list[int]) -> None:
     """``a`` is read by all later layers; ``h`` is another tensor behind each. Gradients cross every cut. The first
     layer's graph does not keep ``a``: where its rank has a later stage, ``a`` waits for that."""
     made = profile([layer("first", reads=("ids",), writes="a", out=10),
@@ -91,8 +91,9 @@ def test_what_a_rank_has_had_is_not_sent_to_it_and_counts_once(placement: Placem
     costs = pipeline_costs(made, (1,) * 4, [()] * 4, placement).stages
     assert [cost.output_bytes for cost in costs[:3]] == sent
     assert [cost.gradient_bytes for cost in costs[1:]] == [10, 30, 40]
-    assert [cost.activation_bytes - stage_costs(made, range(stage, stage + 1)).activation_bytes
-            for stage, cost in enumerate(costs)] == moved
+    assert [cost.waiting_bytes for cost in costs] == waiting
+    assert [stage_costs(made, range(stage, stage + 1)).activation_bytes - cost.activation_bytes
+            for stage, cost in enumerate(costs)] == shared
 
 
 def test_memory_by_kind(four: Profile) -> None:

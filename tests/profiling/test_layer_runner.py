@@ -21,7 +21,6 @@ from vpipe.plan.stage_costs import stage_memory
 from vpipe.profiling.layer_runner import LayerCounts, LayerInputs, LayerRunner, count_layer, gradients_for
 from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.values import ActivationCounter
 
 CPU = torch.device("cpu")
 H = 4 * 6 * WIDTH * 4
@@ -144,15 +143,12 @@ def test_measured_bytes_until_the_weight_half_are_those_of_the_runtime(model: Mo
         outputs, _ = runner.forward(given)
         gradients = gradients_for(outputs, [name for name in model.layer_specs[number].outputs if name in outputs])
         counts = count_layer(runner, LayerInputs(given.inputs, given.fields, gradients), ADAMW)
-        kept = ActivationCounter()
         copies = LayerInputs({n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in given.inputs.items()},
                        {n: t.clone() for n, t in given.fields.items()}, gradients)
-        with kept.counting():
-            record = runner.forward(copies, split=True)[1]
+        record = runner.forward(copies, split=True, counted=True)[1]
         del copies
         runner.backward(record, gradients, split=True)
-        assert counts.weight_half_bytes == kept.bytes(
-            record.tensors(), record.fields.values(), runner.stage.modules.values()), layer.name
+        assert counts.weight_half_bytes == sum(record.storages().values()), layer.name
         tensors |= outputs
 
 
@@ -189,13 +185,10 @@ def really_kept(model: Model, layers: range, dropped: tuple[int, ...], tensors: 
     spec = StageSpec(0, layers, inputs, ("loss",) if last else model.crossing(layers.stop),
                      tuple(f for f in model.batch if any(f in model.layers[i].inputs for i in layers)), {})
     stage = Stage(model, spec, seed=0, device=CPU, recomputed=dropped)
-    kept = ActivationCounter()
-    with kept.counting():
-        outputs, record = stage.forward([tensors[name].detach().clone().requires_grad_(tensors[name].requires_grad)
-                                         for name in inputs], {n: batch[n].clone() for n in spec.fields},
-                                        ForwardKey(0, 0), {})
-    del outputs
-    return kept.bytes(record.tensors(), record.fields.values(), stage.modules.values())
+    stage.counted = True
+    _, record = stage.forward([tensors[name].detach().clone().requires_grad_(tensors[name].requires_grad)
+                               for name in inputs], {n: batch[n].clone() for n in spec.fields}, ForwardKey(0, 0), {})
+    return sum(record.storages().values())
 
 
 WIDE = 64

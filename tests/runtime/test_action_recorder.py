@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError
 from vpipe.runtime import action_recorder as trace
-from vpipe.runtime import values as kept
+from vpipe.runtime import saved_tensors as kept
 from vpipe.runtime.microbatches import Batch
+from vpipe.runtime.values import sizes_of
 from vpipe.schedules.kinds import Kind, Op, RecordedAction, RecordedEvaluation
 
 SETTINGS: list[dict[str, Any]] = [
@@ -68,7 +69,8 @@ def test_recording_changes_no_number_and_misses_no_action(setting: dict[str, Any
             assert max(note.versions for note in there) == worker.stages[stage].weights.most_versions
             assert {note.op for note in there} >= ({Op.RECOMPUTE} if pipe.recomputed[stage] else {Op.FORWARD})
     # Counting every microbatch finds what the first of each shape let expect.
-    monkeypatch.setattr(trace._Sizes, "known", property(lambda sizes: False, lambda sizes, known: None), raising=False)
+    monkeypatch.setattr(trace._Microbatch, "shape", property(lambda own: object(), lambda own, shape: None),
+                        raising=False)
     again, _, counted = trained(record=True, **setting)
     assert again == plain
     for rank, own in notes.items():
@@ -205,19 +207,19 @@ def test_only_the_first_actions_are_recorded() -> None:
 def test_tensors_saved_by_hooks_of_a_layer_belong_to_these_hooks() -> None:
     """A checkpoint inside a layer: what it would save is not kept, and is not counted."""
     assert kept.only_ours()
-    count = kept.ActivationCounter()
     layer = RawMatmul()
     x = torch.randn(3, 12, requires_grad=True)
-    with count.counting():
+    saved = kept.SavedTensors([layer.w], ())
+    with saved.saving():
         assert kept.only_ours()
         with torch.autograd.graph.save_on_cpu():
             assert not kept.only_ours()
             layer(x)
-        assert not count.saved()
+        assert not list(saved.tensors())
         output = layer(x)
-    assert len(count.saved()) == 4  # x, the weight, what tanh made, the mask of the dropout
+    assert len(sizes_of(saved.tensors())) == 3  # x, what tanh made, the mask of the dropout; not the weight
     del output
-    assert len(count.saved()) == 2, "what nobody keeps any more does not count"
+    assert not list(saved.tensors()), "what no graph keeps any more does not count"
 
 
 class Changing(nn.Module):

@@ -13,7 +13,7 @@ from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
-from vpipe.runtime.offload import SavedTensors
+from vpipe.runtime.saved_tensors import SavedTensors
 from vpipe.runtime.values import storage_of
 from vpipe.schedules import registry
 from vpipe.schedules.kinds import Action, Op
@@ -24,15 +24,14 @@ def test_offloaded_tensors_leave_the_device_and_weights_stay() -> None:
     """What autograd saves is copied, each storage once; weights and inputs are no activations."""
     linear = nn.Linear(3, 3)
     given = torch.randn(2, 3)
-    saved = SavedTensors(0, [linear], [given])
+    saved = SavedTensors(linear.parameters(), [given])
     with saved.saving():
         hidden = linear(given).sigmoid()
         loss = (hidden * hidden).sum()
-    holders = list(saved._holders)
     assert loss.requires_grad
-    assert [storage_of(holder.tensor) for holder in holders] == [storage_of(hidden)] * 3
+    assert [storage_of(holder.tensor) for holder in saved] == [storage_of(hidden)] * 3
     saved.offload()
-    assert [holder.tensor for holder in holders] == [None] * 3
+    assert list(map(storage_of, saved.tensors())) == [storage_of(given)]
     assert len(saved._on_host) == 1
 
 

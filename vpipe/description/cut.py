@@ -273,13 +273,11 @@ class KeptInputs(NamedTuple):
         since: that stage.
         inputs: all inputs of the stage, in order.
         names: those of them that the rank has.
-        made: those of these that the earlier stage wrote itself, so that its microbatches may not hold them.
     """
 
     since: int
     inputs: tuple[str, ...]
     names: Set[str]
-    made: Set[str]
 
 
 def kept_inputs(placement: Placement, specs: Sequence[StageSpec], layers: Sequence[LayerNames],
@@ -299,7 +297,7 @@ def kept_inputs(placement: Placement, specs: Sequence[StageSpec], layers: Sequen
         since = max((earlier for earlier in range(stage) if placement[earlier] == ranks), default=stage)
         between, inputs = range(specs[since].layers.stop, specs[stage].layers.start), specs[stage].inputs
         if since < stage - (not handed_on) and (names := set(inputs) - written(between)):
-            found[stage] = KeptInputs(since, inputs, names, names & written(specs[since].layers))
+            found[stage] = KeptInputs(since, inputs, names)
     return found
 
 

@@ -13,7 +13,7 @@ from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import kept_bytes, pipeline_costs, stage_memory
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
-from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED, UPDATED
+from vpipe.schedules.kinds import HALF, KEPT, RECOMPUTED, SAVED, UPDATED
 from vpipe.schedules.prepare import described, placed, proved, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule, peak_contents
@@ -94,7 +94,8 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
         cost, ranks = costs.stages[stage], schedule.placement[stage]
         memories = [stage_memory(profile, layers, recomputed[stage], held[SAVED, stage], held[UPDATED, stage],
                                  held[HALF, stage], held[RECOMPUTED, stage], len(ranks), lanes,
-                                 kept.moved[stage]) for rank, held in enumerate(contents) if rank in ranks]
+                                 held[KEPT, stage] * kept.waiting[stage] - held[SAVED, stage] * kept.shared[stage])
+                    for rank, held in enumerate(contents) if rank in ranks]
         stages.append(StagePrediction(
             layers.start, len(layers), ranks, each * float(cost.forward_s), each * float(cost.input_s + cost.weight_s),
             each * float(cost.recompute_s), float(cost.step_s), sending[stage], max(idle[rank] for rank in ranks),

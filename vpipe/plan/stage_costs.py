@@ -16,7 +16,7 @@ from vpipe.schedules.costs import Costs, Link, StageCosts
 
 
 def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (), split: bool = False,
-                versions: int = 1, per_update: int | None = None, width: int = 1, moved: int = 0) -> StageCosts:
+                versions: int = 1, per_update: int | None = None, width: int = 1, shared: int = 0) -> StageCosts:
     """Return the costs of a stage of ``layers`` per microbatch.
 
     The seconds of a stage are those of its layers, of carrying out the action, of a receive and a send at every cut,
@@ -30,7 +30,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         versions: of its weights that it holds.
         per_update: microbatches of an update that one replica takes; None: so many that it makes no difference.
         width: replicas, which share the step where the profile says so.
-        moved: bytes that its rank holds besides, see :class:`KeptBytes`.
+        shared: bytes that count elsewhere, see :class:`KeptBytes`.
     """
     own, activations, sizes = [profile.layers[n] for n in layers], profile.activations, StageBytes.of(profile, layers)
     here = sorted(set(recomputed).intersection(layers))
@@ -54,7 +54,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         recompute_s=sum(profile.layers[number].recompute.median for number in here) + bool(here) * profile.dispatch_s,
         step_s=sum(layer.step.median for layer in own) / profile.sharers(width) + profile.dispatch_s
         + float(versions_s(profile, sizes.trained, versions)),
-        activation_bytes=full + moved, kept_bytes=kept + moved, weight_half_bytes=sizes.halves,
+        activation_bytes=full - shared, kept_bytes=kept - shared, weight_half_bytes=sizes.halves,
         version_bytes=sizes.version, output_bytes=activations.output_bytes(layers.stop),
         gradient_bytes=activations.gradient_bytes(layers.start), tied_bytes=_lent_bytes(profile, layers),
         reduce_bytes=sizes.trained)
@@ -86,11 +86,10 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
     """
     kept = kept_bytes(profile, partition, recomputed, placement)
     stages = [stage_costs(profile, layers, again, split, versions[stage] if versions else 1,
-                          per_update[stage] if per_update else None, len(placement[stage]), kept.moved[stage])
+                          per_update[stage] if per_update else None, len(placement[stage]), kept.shared[stage])
               for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True))]
-    for stage, unsent in kept.unsent.items():
-        before = stages[stage - 1]
-        stages[stage - 1] = replace(before, output_bytes=before.output_bytes - unsent)
+    stages = [replace(cost, output_bytes=cost.output_bytes - kept.unsent[stage + 1], waiting_bytes=kept.waiting[stage])
+              for stage, cost in enumerate(stages)]
     ranks = len({rank for group in placement for rank in group})
     default = Link(profile.default_link.latency_s, profile.default_link.bytes_per_s)
     links = {ends: Link(link.latency_s, link.bytes_per_s) for ends, link in profile.links.items() if max(ends) < ranks}
@@ -99,35 +98,29 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
 
 
 class KeptBytes(NamedTuple):
-    """Bytes of a microbatch that a rank has for several of its stages."""
+    """Bytes of a microbatch's inputs of a stage that its rank has since an earlier stage of its own."""
 
-    unsent: Counter[int]  # by stage: of its inputs, which its rank keeps since an earlier stage
-    # by stage: what the rank holds for it on behalf of a later stage, until its backward, less the inputs that an
-    # earlier stage holds
-    moved: Counter[int]
+    unsent: Counter[int]  # by stage: of inputs that are not sent to it
+    shared: Counter[int]  # by stage: of inputs that count as activations of the earlier stage, which holds them longer
+    waiting: Counter[int]  # by the earlier stage: of the others, between its forward and that of the later one
 
 
 def kept_bytes(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
                placement: Placement) -> KeptBytes:
-    """Return what ranks keep for their later stages, or hand on to them: it counts once, at the earlier stage.
-
-    A microbatch in flight in the later stage is so in the earlier one, too.
-    """
+    """Return what ranks keep for their later stages, or hand on to them."""
     specs, activations = stage_specs(profile.names, profile.fields, partition), profile.activations
-    unsent, moved = Counter[int](), Counter[int]()
+    unsent, shared, waiting = Counter[int](), Counter[int](), Counter[int]()
     for stage, each in kept_inputs(placement, specs, profile.names, handed_on=True).items():
         layers = specs[each.since].layers
         sizes = {name: size for name, size in activations.tensors[specs[stage].layers.start].before
                  if name in each.names}
-        *_, held = activations.held(layers, recomputed[each.since])
-        if each.since < stage - 1:
-            unsent[stage] = sum(sizes.values())
-        else:
-            sizes = {name: size for name, size in sizes.items() if name in held}  # the others wait for no other action
         if layers.stop > profile.frozen_layers:  # others hold nothing until a backward
-            moved[stage] -= sum(sizes.values())
-            moved[each.since] += sum(size for name, size in sizes.items() if name not in held)
-    return KeptBytes(unsent, moved)
+            *_, held = activations.held(layers, recomputed[each.since])
+            shared[stage] = sum(size for name, size in sizes.items() if name in held)
+        if each.since < stage - 1:  # what the stage right before hands on waits for no other action
+            unsent[stage] = sum(sizes.values())
+            waiting[each.since] = unsent[stage] - shared[stage]
+    return KeptBytes(unsent, shared, waiting)
 
 
 def _lent_bytes(profile: Profile, layers: range) -> int:
@@ -225,7 +218,7 @@ class StageBytes:
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
                  weight_halves: int = 0, remade: int = 1, width: int = 1, lanes: int = 1,
-                 moved: int = 0) -> StageMemory:
+                 waiting: int = 0) -> StageMemory:
     """Return what a replica of a stage of ``layers`` holds at most.
 
     Of n lanes whose weights ``fully_shard`` divides a rank has 1/n of the weights and of the optimizer's state all the
@@ -242,9 +235,9 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
         width: replicas, which share the optimizer's state where the profile says so.
         lanes: among which ``fully_shard`` divides the weights. Where their number does not divide the first dimension
             of a parameter, a rank has up to a row of it more.
-        moved: bytes that its rank holds besides for every microbatch in flight, see :class:`KeptBytes`.
+        waiting: bytes of all microbatches that wait for a later stage of the rank, less those that count elsewhere.
     """
     own, (kept, full, _) = StageBytes.of(profile, layers), profile.activations.held(layers, recomputed)
     remade = min(remade, in_flight)
-    return own.memory(profile, versions, width, lanes, remade * full + (in_flight - remade) * kept + in_flight * moved
-                      + weight_halves * own.halves)
+    return own.memory(profile, versions, width, lanes, remade * full + (in_flight - remade) * kept
+                      + weight_halves * own.halves + waiting)

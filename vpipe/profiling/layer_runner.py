@@ -25,7 +25,7 @@ from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
-from vpipe.runtime.values import ActivationCounter, alive, bytes_of, sizes_of
+from vpipe.runtime.values import alive, bytes_of, sizes_of
 from vpipe.torch_private import TorchDispatchMode, flash_attention_on_cpu, tree_leaves
 
 
@@ -62,8 +62,11 @@ class LayerRunner:
             if (parameter := self.stage.modules[number].get_parameter(own)).requires_grad == trained}
             for trained in (True, False))
 
-    def forward(self, given: LayerInputs, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
-        """Run one forward; return the layer's outputs and the record for its backward."""
+    def forward(self, given: LayerInputs, *, split: bool = False,
+                counted: bool = False) -> tuple[dict[str, Tensor], Record]:
+        """Run one forward; return the layer's outputs and the record for its backward, with what the graph saves where
+        it is counted."""
+        self.stage.counted = counted
         outputs, record = self.stage.forward(self._received(given), given.fields, ForwardKey(0, 0), {}, split=split)
         return dict(zip(self.writes, outputs, strict=True)), record
 
@@ -137,7 +140,7 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
     shared = [t for module in runner.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
     own = runner.stage.weights.values(runner.stage.weights.names)
     borrowed = [t for weights in runner.stage.borrowed.values() for t in weights.values(weights.names)]
-    written, saves, saved_bytes = _saved(runner, given, sizes_of(shared))
+    written, saves, saved_bytes = _saved(runner, given)
     return LayerCounts(
         parameter_bytes=bytes_of(own),
         frozen_bytes=bytes_of(shared) - bytes_of([*own, *borrowed]) - bytes_of(runner.stage.frozen_ties.values()),
@@ -149,13 +152,10 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
         carried_bytes=bytes_of(runner.carried(given, tokens)))
 
 
-def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]
-           ) -> tuple[tuple[TensorBytes, ...], tuple[tuple[str, int], ...], int]:
+def _saved(runner: LayerRunner, given: LayerInputs) -> tuple[tuple[TensorBytes, ...], tuple[tuple[str, int], ...], int]:
     """Return the layer's outputs, the inputs and outputs that its graph keeps, and the bytes besides."""
-    kept = ActivationCounter()
-    with kept.counting():
-        outputs, _record = runner.forward(given)
-    saved = {storage: size for storage, size in kept.saved().items() if storage not in shared}
+    outputs, record = runner.forward(given, counted=True)
+    saved = sizes_of(record.saved.tensors() if record.saved else ())
     saves: dict[tuple[str, int], None] = {}
     places = [("in", [*(given.inputs[name] for name in runner.reads), *(given.fields[name] for name in runner.fields)]),
               ("out", [outputs[name] for name in runner.writes])]
@@ -174,15 +174,14 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
     weights = (runner.stage.weights, *runner.stage.borrowed.values())
     gradients = [g for owned in weights for g in owned.gradients if g is not None]
     coming = bytes_of(given.gradients.values())
-    kept = ActivationCounter()
-    with kept.counting():
-        record = runner.forward(given)[1]
+    record = runner.forward(given, counted=True)[1]
     if (device := runner.stage.device).type != "cpu" and accelerator.counts_memory(device):
         accelerator.reset_peak(device)
         before = accelerator.held_bytes(device)
         runner.backward(record, given.gradients)
         return max(0, accelerator.peak_bytes(device) - before) + coming
-    peak = _PeakMemory(kept, sizes_of([*shared, *gradients, *given.gradients.values()]))
+    peak = _PeakMemory(sizes_of(record.saved.tensors() if record.saved else ()),
+                       sizes_of([*shared, *gradients, *given.gradients.values()]))
     with peak:
         runner.backward(record, given.gradients)
     return peak.bytes + coming
@@ -190,11 +189,9 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
 
 def _between_halves(runner: LayerRunner, given: LayerInputs) -> int:
     """Return the bytes that the input half leaves for the weight half, where nobody else holds inputs and outputs."""
-    kept = ActivationCounter()
-    with kept.counting():
-        record = runner.forward(_copied(given), split=True)[1]
+    record = runner.forward(_copied(given), split=True, counted=True)[1]
     runner.backward(record, given.gradients, split=True)
-    size = kept.bytes(record.tensors(), (), runner.stage.modules.values())
+    size = sum(record.storages().values())
     runner.stage.backward_weight(record)
     return size
 
@@ -248,9 +245,9 @@ class _OfShards(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _PeakMemory(_OfShards):
     """Track the peak of bytes beyond those at the beginning: what operations allocated, less what was freed."""
 
-    def __init__(self, kept: ActivationCounter, ignored: Collection[StorageWeakRef]) -> None:
+    def __init__(self, saved: Mapping[StorageWeakRef, int], ignored: Collection[StorageWeakRef]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ignored, self._before = ignored, kept.saved()
+        self._ignored, self._before = ignored, saved
         self._made: dict[StorageWeakRef, int] = {}
         self.bytes = 0
 

@@ -3,54 +3,64 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from vpipe import accelerator
 from vpipe.errors import RunError
 from vpipe.runtime.activations import Record
-from vpipe.runtime.microbatches import Signature
+from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.sharded_tensors import local
-from vpipe.runtime.values import ActivationCounter, bytes_of
+from vpipe.runtime.values import HELD, bytes_of, sizes_of
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.kinds import GATHERED, Action, Kind, RecordedAction, RecordedEvaluation
+from vpipe.schedules.kinds import GATHERED, KEPT, Action, Kind, Needed, RecordedAction, RecordedEvaluation, Value
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""
 
 
-@dataclass(slots=True)
-class _Sizes:
-    """Bytes that a stage keeps of each microbatch of one shape.
+_Part = tuple[int, int, Kind | Value]
+"""What is held of a microbatch: stage, slice, and the action after which its record is so, or that it is KEPT."""
+
+
+class _Microbatch:
+    """The bytes of the storages that a rank holds of a microbatch, or of an equal one before it.
 
     Attributes:
-        bytes: after the forward, after a recomputation, between the halves of the backward.
-        known: whether a microbatch has had its whole backward; until then each is counted.
+        shape: equal for equal microbatches.
+        counted: whether it is this one itself.
+        parts: the storages of each part; a field's is named with its slice, since its storage is that of the batch.
     """
 
-    bytes: dict[Kind, int] = field(default_factory=dict)
-    known: bool = False
+    def __init__(self, shape: Hashable) -> None:
+        self.shape, self.counted = shape, True
+        self.parts: dict[_Part, Mapping[Hashable, int]] = {}
+        self._fields: dict[StorageWeakRef, int] = {}
+        self._sums: dict[frozenset[_Part], int] = {}
 
+    def count(self, part: _Part, entry: Record | Mapping[str, Tensor]) -> None:
+        """Take note of what a part, an entry of the rank's values, holds."""
+        storages, fields = (entry.storages(), entry.fields) if isinstance(entry, Record) else (
+            sizes_of(entry.values()), {})
+        for field in fields.values():
+            self._fields |= {storage: min(field.nbytes, size) for storage, size in sizes_of([field]).items()}
+        self.parts[part] = {(storage, part[1]) if storage in self._fields else storage:
+                            self._fields.get(storage, size) for storage, size in storages.items()}
+        self._sums.clear()
 
-@dataclass(slots=True)
-class _Counted:
-    """What a recorder knows of the bytes of a record, which lies among the values of a rank.
-
-    Attributes:
-        counter: None where the sizes are known.
-        bytes: that the record holds now.
-    """
-
-    recorder: Recorder
-    sizes: _Sizes
-    counter: ActivationCounter | None
-    bytes: int = 0
+    def bytes(self, held: frozenset[_Part]) -> int:
+        """Return the bytes of some parts: of every storage once."""
+        if held not in self._sums:
+            self._sums[held] = sum({storage: size for part in held for storage, size in self.parts[part].items()
+                                    }.values())
+        return self._sums[held]
 
 
 class _DeviceTimes:
@@ -86,7 +96,8 @@ class _DeviceTimes:
 class Recorder:
     """Record the actions of training of a worker, among whose ``around`` it is; ``USE`` as taking no time.
 
-    The bytes kept for backwards are counted for the first microbatches of every shape only. Nothing is recorded while
+    The bytes that a rank holds are those of the distinct storages of :data:`~vpipe.runtime.values.HELD`. What graphs
+    save is counted until one microbatch of every shape is done; later ones hold as much. Nothing is recorded while
     microbatches are in flight whose forwards came before the recorder: their bytes are unknown.
 
     Attributes:
@@ -102,7 +113,10 @@ class Recorder:
         self._now: Callable[[], Any] = perf_counter if self._device_times is None else self._device_times.mark
         self._weighed = dict[int, int]()
         self._gathered: dict[int, int] = {}  # bytes of weights, by stage
-        self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
+        self._segment: Segment | None = None
+        self._in_flight: dict[int, _Microbatch] = {}  # by number within the segment
+        self._parts: dict[Needed, _Part] = {}  # of what is held
+        self._done: dict[Hashable, _Microbatch] = {}  # by shape
 
     @property
     def full(self) -> bool:
@@ -136,40 +150,36 @@ class Recorder:
         if self.full:
             run()
             return
-        counted = self._counted(op, stage, index)
-        counter = counted.counter if counted is not None and (op.uses_version or op.remembers) else None
         transport, waits = worker.transport, list[tuple[torch.Event, torch.Event]]()
         if self._device_times is not None and transport.ordered:  # else the host waits
             transport.device_waits = waits
         waited, started = transport.wait_s, self._now()
         try:
-            if counter is None:
-                run()
-            else:
-                _run_counted(run, counter)
+            if op.uses_version:
+                worker.stages[stage].counted = self._begin(stage, index)
+            run()
+        except RunError as error:
+            if "saved tensor hooks" in error.what:
+                error.hint = "what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
+            raise
         finally:
             transport.device_waits = None
+            if op.uses_version:
+                worker.stages[stage].counted = False
         ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
-        if counted is not None and (record := worker.values.record(stage, index)) is not None:
-            self._keep(op, counted, record, stage)
-        elif counted is not None:
-            counted.sizes.known = not worker.stages[stage].offloaded
-        elif op.memory is not None and GATHERED in op.memory.takes:
+        if op.memory is not None and GATHERED in op.memory.takes:
             leaves = worker.stages[stage].weights.leaves()  # they stand in place of the parts of static bytes
             own = sum(local(leaf).nbytes for leaf in worker.fully_sharded.divided[stage])
             self._gathered[stage] = 2 * sum(leaf.nbytes for leaf in leaves) - own  # with their gradients
         elif op.memory is not None and GATHERED in op.memory.frees:
             del self._gathered[stage]
-        held = sum(self._gathered.values()) + worker.p2p.kept_bytes
-        for record in worker.values.records().values():
-            if (known := self._known(record)) is None:
-                return
-            held += known.bytes
+        if (held := self._held_bytes(op, stage, index)) is None:
+            return
         self.count += 1
         here = worker.stages.get(stage)
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
                               waited if self._device_times is None else (waited, waits),
-                              held, 0 if here is None else here.weights.version_count))
+                              sum(self._gathered.values()) + held, 0 if here is None else here.weights.version_count))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -193,47 +203,52 @@ class Recorder:
                            for p in module.parameters() if not p.requires_grad)
                 for index, size in self.weight_bytes().items()}
 
-    def _known(self, record: Record | None) -> _Counted | None:
-        """Return what this recorder knows of a record; None where it has not counted the record from its forward on."""
-        known: _Counted | None = None if record is None else record.counted
-        return known if known is not None and known.recorder is self else None
+    def _begin(self, stage: int, index: int) -> bool:
+        """Begin with a microbatch at its first forward on the rank; return whether its forwards are counted."""
+        worker, segment, assignment = self.worker, self.worker.segment, self.worker.segment.assignment
+        number = assignment.whole(index)
+        if segment is not self._segment:
+            self._segment = segment
+            self._in_flight.clear()
+            self._parts.clear()
+        if (stages := self._stages_of(index))[0] == stage and not assignment.continues(index):
+            shape = tuple((segment.loader.signature(segment.first + each), own, worker.is_split(own, each))
+                          for each in range(index, assignment.indices(number + 1)) for own in stages)
+            self._in_flight[number] = self._done.get(shape) or _Microbatch(shape)
+        return number in self._in_flight and self._in_flight[number].counted
 
-    def _counted(self, op: Kind, stage: int, microbatch: int) -> _Counted | None:
-        """Return what is known of the record that an action makes, changes or takes; None where it does neither."""
-        worker = self.worker
-        if not (op.per_microbatch and worker.segment.assignment.trains(stage)):
-            return None
-        if not op.uses_version:
-            changes = op.remembers or op.returns or op.completes
-            return self._known(worker.values.record(stage, microbatch)) if changes else None
-        segment = worker.segment
-        sizes = self._sizes[stage, worker.is_split(stage, microbatch),
-                            segment.loader.signature(segment.first + microbatch)]
-        before = [(earlier, microbatch) for earlier in worker.stages if earlier < stage]
-        before += [(stage, microbatch - 1)] if segment.assignment.continues(microbatch) else []
-        return _Counted(self, sizes, None if sizes.known else ActivationCounter([
-            known.counter for key in before
-            if (known := self._known(worker.values.record(*key))) and known.counter]))
+    def _stages_of(self, index: int) -> list[int]:
+        """Return the stages through which the rank takes a microbatch."""
+        rank_of = self.worker.segment.assignment.rank_of
+        return [stage for stage in self.worker.stages if rank_of(stage, index) == self.worker.rank]
 
-    def _keep(self, op: Kind, counted: _Counted, record: Record, stage: int) -> None:
-        """Take note of the bytes that an action keeps."""
-        record.counted, sizes = counted, counted.sizes.bytes
-        if counted.counter is not None:
-            sizes[op] = counted.counter.bytes(record.tensors(), record.fields.values(),
-                                              self.worker.stages[stage].modules.values())
-        # An op that the first microbatch did not have is an R in a stage that recomputes nothing.
-        if op in sizes:
-            counted.bytes = sizes[op]
-
-
-def _run_counted(run: Callable[[], None], counter: ActivationCounter) -> None:
-    try:
-        with counter.counting():
-            run()
-    except RunError as error:
-        if "saved tensor hooks" in error.what:
-            error.hint = "what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
-        raise
+    def _held_bytes(self, op: Kind, stage: int, index: int) -> int | None:
+        """Return the bytes that the rank holds after an action; None where it holds what the recorder does not know."""
+        assignment, held, known = self.worker.segment.assignment, defaultdict[int, set[_Part]](set), True
+        changes = op.per_microbatch and op.memory is not None
+        before = [self._parts.pop((value, stage, index), None) for value in HELD if changes]
+        for key, entry in self.worker.values.items():
+            value, own, each = key
+            if value in HELD:
+                part = each - assignment.indices(number := assignment.whole(each))
+                if changes and each == index and key not in self._parts and number in self._in_flight:
+                    new, microbatch = (own, part, KEPT if value is KEPT else op), self._in_flight[number]
+                    if microbatch.counted:
+                        microbatch.count(new, entry)
+                    # An op that the counted one did not have is an R in a stage that recomputes nothing.
+                    self._parts[key] = new if new in microbatch.parts else next(filter(None, before))
+                if key in self._parts:
+                    held[number].add(self._parts[key])
+                known &= key in self._parts
+        number = assignment.whole(index)
+        if changes and number in self._in_flight and number not in held and (
+                op.completes or not assignment.trains(self._stages_of(index)[-1])):
+            done = self._in_flight.pop(number)
+            # Where some are offloaded not all go the same way.
+            if not (self.worker.passing or any(each.offloaded for each in self.worker.stages.values())):
+                done.counted = False
+                self._done[done.shape] = done
+        return sum(self._in_flight[number].bytes(frozenset(parts)) for number, parts in held.items()) if known else None
 
 
 def labelled(worker: Worker, action: Action, run: Callable[[], None]) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vpipe.errors import RunError, UserError
 from vpipe.model.layer import Layer
 from vpipe.runtime.microbatches import ForwardKey
-from vpipe.runtime.offload import SavedTensors
+from vpipe.runtime.saved_tensors import SavedTensors
 from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
+from vpipe.runtime.values import sizes_of
 from vpipe.runtime.weight_grad_store import WeightGradStore
 
 
@@ -76,8 +77,7 @@ class Record:
             what the slice before has carried here.
         weight_grads: between the halves, of the spans in the order of backward.
         weightless: whether the loss counts for nothing, so that all gradients are 0, also where the backward has NaN.
-        saved: what the graphs save, where the schedule may offload it.
-        counted: what a recorder knows of its bytes.
+        saved: what the graphs save, where it is counted or the schedule may offload it.
     """
 
     spans: list[SpanActivations]
@@ -89,7 +89,14 @@ class Record:
     weight_grads: list[WeightGradStore] = field(default_factory=list)
     weightless: bool = False
     saved: SavedTensors | None = None
-    counted: Any = None
+
+    def storages(self) -> dict[StorageWeakRef, int]:
+        """Return the bytes of the storages that it holds on its device, without those of weights, as far as it knows
+        what its graphs save."""
+        if self.saved is None:
+            return sizes_of((*self.tensors(), *self.fields.values()))
+        held = sizes_of((*self.tensors(), *self.fields.values(), *self.saved.tensors()))
+        return {storage: size for storage, size in held.items() if storage not in self.saved.weights}
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the known tensors that it holds, without the batch's; its graphs hold more."""

@@ -23,8 +23,8 @@ from vpipe.runtime.transport.transport import (
     decode_specs,
     specs_as_tensor,
 )
-from vpipe.runtime.values import KEPT, Values, bytes_of
-from vpipe.schedules.kinds import OUTPUT, OUTPUT_GRADIENT
+from vpipe.runtime.values import Values
+from vpipe.schedules.kinds import KEPT, OUTPUT, OUTPUT_GRADIENT
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
 _SPECS = TransferKind.SPECS
@@ -100,12 +100,6 @@ class P2PTransfers:
         self._queued.clear()  # receives that one process has posted for microbatches which did not come
         self._segment, self._rank_of = segment, segment.assignment.rank_of
         self._kind = segment.training, segment.autocast
-
-    @property
-    def kept_bytes(self) -> int:
-        """The bytes that are kept for later stages of the rank, besides what microbatches of earlier ones hold."""
-        return bytes_of(tensors[name] for (value, stage, _), tensors in self.values.items() if value is KEPT
-                        for name in self._kept[stage].made) if self._kept else 0
 
     def forget_specs(self) -> None:
         """Announce specs anew from now on, as every rank does."""

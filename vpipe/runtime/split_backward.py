@@ -35,8 +35,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vpipe.runtime.saved_tensors import only_ours
 from vpipe.runtime.sharded_tensors import is_sharded, local
-from vpipe.runtime.values import only_ours
 from vpipe.runtime.weight_grad_store import WeightGradStore, is_trained
 from vpipe.torch_private import innermost_transform
 

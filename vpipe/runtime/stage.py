@@ -33,6 +33,7 @@ from vpipe.runtime.activations import (
 from vpipe.runtime.label_weights import LossCheck
 from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
 from vpipe.runtime.microbatches import ForwardKey
+from vpipe.runtime.saved_tensors import SavedTensors, only_ours
 from vpipe.runtime.sharded_tensors import DrawnAsOnOneDevice, is_sharded
 from vpipe.runtime.side_effects import Aliases, SideEffects, alias, copied_once, put
 from vpipe.runtime.slices import SequenceSlice, SliceAware
@@ -61,6 +62,7 @@ class Stage(StageLayers):
             them in place.
         measured: whether a layer is measured by itself, before there are cuts.
         offloaded: whether the schedule may offload what a forward saves.
+        counted: whether what the next forwards save is held in their records, to be counted.
         loss_checks: of the last layer, one for each of the next microbatches.
     """
 
@@ -82,7 +84,7 @@ class Stage(StageLayers):
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
         self.loss_checks: list[LossCheck] = []
         self.kept_around: set[str] = set()
-        self.measured, self.offloaded, self._layers = False, False, model.layers
+        self.measured, self.offloaded, self.counted, self._layers = False, False, False, model.layers
         self._running = 0  # the layer whose forward runs
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
@@ -159,6 +161,8 @@ class Stage(StageLayers):
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, pins, split)
+        if self.offloaded or self.counted:
+            record.saved = self._saved_tensors((*received, *record.fields.values(), *past.values()))
         with _PreserveRandomState(self.generators):
             for span in self._spans:
                 inputs = {name: tensors[name] for name in span.inputs}
@@ -188,6 +192,13 @@ class Stage(StageLayers):
                                     also=also if span is self._spans[-1] else ())
         return [contiguous(t.detach().requires_grad_(name not in also) if (t := tensors[name]).requires_grad else t)
                 for name in (*self.spec.outputs, *also)]
+
+    def _saved_tensors(self, given: Iterable[Tensor]) -> SavedTensors:
+        if self.offloaded and not only_ours():
+            raise UserError(f"stage {self.spec.index} offloads activations within hooks for saved tensors of your own",
+                            hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
+        return SavedTensors((tensor for module in self.modules.values()
+                             for tensor in (*module.parameters(), *module.buffers())), given)
 
     def _read_fields(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the fields in the precision of the stage's weights, but for what only a loss in fp32 reads."""
@@ -225,7 +236,8 @@ class Stage(StageLayers):
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
                     again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
         store = WeightGradStore() if record.split else None
-        outputs = self._run(span, inputs, record, store, again)
+        with NOTHING if record.saved is None else record.saved.saving():
+            outputs = self._run(span, inputs, record, store, again)
         edges = {name: _edge_of(t) for name, t in outputs.items() if t.requires_grad}
         return SpanGraph(edges, store), outputs
 

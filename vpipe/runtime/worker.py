@@ -23,7 +23,6 @@ from vpipe.runtime.activations import Record, SpanActivations
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.microbatches import ForwardKey, Segment, Signature
-from vpipe.runtime.offload import SavedTensors
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import P2PTransfers
@@ -302,16 +301,10 @@ class Worker:
                 except Exception as error:
                     self._hold(error, Action(Op.FORWARD, stage_index, microbatch))
             return outputs, None
-        past, saved = NO_TENSORS, None
-        if inputs.key.slice is not None:
-            past = self.values.pop((CARRIED, stage_index, microbatch - 1), NO_TENSORS)
-        if stage.offloaded:
-            given = (*inputs.received, *inputs.fields.values(), *past.values())
-            saved = SavedTensors(stage_index, stage.modules.values(), given)
-        with NOTHING if saved is None else saved.saving():
-            outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
-                                            split=self.is_split(stage_index, microbatch), past=past)
-        record.saved = saved
+        past = NO_TENSORS if inputs.key.slice is None else self.values.pop(
+            (CARRIED, stage_index, microbatch - 1), NO_TENSORS)
+        outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
+                                        split=self.is_split(stage_index, microbatch), past=past)
         if record.carried:
             self.values[CARRIED, stage_index, microbatch], record.carried = record.carried, {}
         return outputs, record

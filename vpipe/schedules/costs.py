@@ -31,6 +31,7 @@ class StageCosts:
             holds them from the start of the recomputation.
         weight_half_bytes: M_W, what W still needs, held from the end of I until the end of W.
         kept_bytes: what a microbatch that is recomputed holds from the start of F until then.
+        waiting_bytes: what waits for the next stage of the rank besides, from the start of F until that of its F.
         version_bytes: one version of the weights; with the latest alone a stage holds one.
         output_bytes: what F sends to the next stage.
         gradient_bytes: what B or I sends to the previous stage.
@@ -48,6 +49,7 @@ class StageCosts:
     activation_bytes: Number = 1
     weight_half_bytes: Number = 1
     kept_bytes: Number = 0
+    waiting_bytes: Number = 0
     version_bytes: Number = 0
     output_bytes: Number = 0
     gradient_bytes: Number = 0

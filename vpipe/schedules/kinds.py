@@ -72,6 +72,7 @@ SAVED = Value("saved activations", bytes=_forward_bytes)
 OFFLOADED = Value("saved activations on the host")
 RECOMPUTED = Value("recomputed activations", optional=True,
                    bytes=lambda cost: cost.activation_bytes - _forward_bytes(cost))
+KEPT = Value("inputs kept for a later stage of the rank", bytes=lambda cost: cost.waiting_bytes)
 HALF = Value("inputs and gradients that the weight half needs", bytes=lambda cost: cost.weight_half_bytes)
 CARRIED = Value("what a slice hands on to the next one, such as keys and values")
 CARRIED_GRADIENT = Value("gradient of what the slice before has handed on")

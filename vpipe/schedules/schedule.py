@@ -23,6 +23,7 @@ from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.graph import Graph, Spot
 from vpipe.schedules.kinds import (
     HALF,
+    KEPT,
     RECOMPUTED,
     SAVED,
     UPDATED,
@@ -510,21 +511,30 @@ class Moment(NamedTuple):
 def moments(program: Iterable[Action], size: SizeOf, frozen: int = 0, versions: Iterable[int] = ()) -> Iterator[Moment]:
     """Yield what a rank holds at the beginning, and whenever an action may change it.
 
-    The ``frozen`` stages in front of the pipeline keep nothing. The weight versions of the stages in ``versions`` count
+    The ``frozen`` stages in front of the pipeline save nothing. The weight versions of the stages in ``versions`` count
     as so many of :data:`~vpipe.schedules.kinds.UPDATED` at index 0.
     """
     held = {(UPDATED, stage, 0): 1 for stage in versions}
     counts = {position: count for _, stage, _ in held for position, count, _ in stage_loads(program, stage, frozen)}
     total: Number = sum(size(*key) for key in held)
     yield Moment(-1, True, held, total)
+    waiting: dict[int, Needed] = {}  # by index
     for position, (op, stage, index) in enumerate(program):
-        memory = op.memory
-        if stage < frozen or (memory is None and position not in counts):
-            continue
-        changes = {(UPDATED, stage, 0): counts[position]} if position in counts else {}
+        changes = dict[Needed, int]()
+        if op.uses_version:
+            if index in waiting:
+                changes[waiting.pop(index)] = 0
+            if size(KEPT, stage, index):
+                waiting[index] = KEPT, stage, index
+                changes[KEPT, stage, index] = 1
+        memory = op.memory if stage >= frozen else None
+        if stage >= frozen and position in counts:
+            changes[UPDATED, stage, 0] = counts[position]
         if memory is not None:
             changes |= {(value, stage, index): 1 for value in memory.takes + memory.leaves}
             changes |= {(value, stage, index): 0 for value in memory.frees}
+        if not changes:
+            continue
         again = RECOMPUTED, stage, index
         if op.returns and again not in held and (more := size(*again)):
             held[again] = 1
@@ -534,7 +544,7 @@ def moments(program: Iterable[Action], size: SizeOf, frozen: int = 0, versions: 
             total += (count - held.pop(key, 0)) * size(*key)
             if count:
                 held[key] = count
-        yield Moment(position, memory is not None and bool(memory.takes), held, total)
+        yield Moment(position, op.memory is not None and bool(op.memory.takes), held, total)
 
 
 def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs,

@@ -58,7 +58,8 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
                            for each, demand in zip(found.stages, attempt, strict=True))
         kept = kept_bytes(table.profile, found.partition, recomputed, placement)
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
-                               demand.weight_halves, width=demand.width, moved=kept.moved[stage])
+                               demand.weight_halves, width=demand.width,
+                               waiting=demand.in_flight * (kept.waiting[stage] - kept.shared[stage]))
                   for stage, (each, demand, layers) in enumerate(zip(found.stages, demands, recomputed, strict=True))]
         if table.limit_bytes is not None and any(
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes

@@ -1,7 +1,8 @@
-"""Offload saved activations to the memory of the host, by actions of the schedule.
+"""Hold what autograd saves in the forward of a microbatch: to count its bytes, or to offload it to the host.
 
-What autograd saves in a forward is packed into holders, whose tensors can be copied to the host, which frees their
-memory on the device. The stage's inputs, which a backward leaves gradients at, stay on the device, as do weights.
+What is saved is packed into holders, which live as long as the graph. Actions of the schedule copy their tensors to the
+host, which frees their memory on the device. The stage's inputs, which a backward leaves gradients at, stay on the
+device, as do weights.
 
 Source: Rhu et al., vDNN (MICRO 2016), section 3; as actions of a pipeline's schedule: Yuan et al., PipeOffload
 (arXiv:2503.01328), section 3.
@@ -19,15 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe import accelerator
-from vpipe.errors import UserError
-from vpipe.runtime.values import SavingHooks, only_ours, saving_hooks, storage_of, unpack_unchanged
+from vpipe.runtime.values import sizes_of, storage_of
+from vpipe.torch_private import hooks_for_saved
 
 
 class Holder:
     """A tensor that autograd has saved, or nothing while its values are elsewhere."""
 
     def __init__(self, saved: Tensor) -> None:
-        self.tensor: Tensor | None = saved
+        self.tensor: Tensor | None = saved.detach()  # an operation's output would hold the graph that holds it
         self._version = saved._version
 
     def take(self) -> Tensor:
@@ -38,59 +39,61 @@ class Holder:
     def put(self, tensor: Tensor) -> None:
         """Hold a tensor with the values and the layout of the one that was taken."""
         self.tensor, self._version = tensor, tensor._version
-        if (outer := saving_hooks()) is not None:
-            outer(tensor)  # which counts
 
     def unchanged(self) -> Tensor:
-        """Return the tensor. Raise autograd's own error if it was changed in place."""
+        """Return the tensor; raise autograd's own error if it was changed in place, which hooks keep it from seeing."""
         assert self.tensor is not None, "it is put back before its backward"
-        return unpack_unchanged((self.tensor, self._version))
+        saved, version = self.tensor, self._version
+        if saved._version != version:  # which it shares with the tensor that it was detached from
+            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                               f"operation: [{saved.type()} {list(saved.shape)}] is at version {saved._version}; "
+                               f"expected version {version} instead")
+        return saved
 
 
 _Copy = tuple[Tensor, torch.device, list[tuple[Holder, torch.dtype, tuple[Any, ...]]]]
 """The bytes of a storage on the host, their device, and the tensors that were in it: holder, dtype and layout."""
 
 
-class SavedTensors(SavingHooks):
-    """What autograd saves in the forward of a microbatch; iterate over the holders. A backward frees what it has used.
+class SavedTensors:
+    """What the graphs of a microbatch save. A backward frees what it has used.
+
+    Iterate over the holders whose tensors may leave the device.
+
+    It hooks into the saving of tensors by autograd, and changes no number.
 
     Args:
-        stage: its number.
-        modules: of the stage, whose weights and buffers stay on the device.
-        given: its inputs and fields of the batch, which stay there, too: the record holds them anyway.
-
-    Raises:
-        UserError: the user's own hooks handle what is saved.
+        weights: of the stage, and its buffers, which are not held.
+        given: its inputs and fields of the batch, which stay on the device: the record holds them anyway.
     """
 
-    def __init__(self, stage: int, modules: Iterable[nn.Module], given: Iterable[Tensor]) -> None:
-        if not only_ours():
-            raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
-                            hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
-        kept = (*given, *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
-        self._not_offloaded = {storage_of(tensor) for tensor in kept if tensor.layout is torch.strided}
+    def __init__(self, weights: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        self.weights, self._given = sizes_of(weights).keys(), sizes_of(given).keys()
         self._holders: WeakSet[Holder] = WeakSet()
-        self._outer: SavingHooks | None = None
         self._on_host: list[_Copy] = []
 
     def __iter__(self) -> Iterator[Holder]:
-        return iter(self._holders)
+        for holder in self._holders:
+            if (tensor := holder.tensor) is None or type(tensor) not in (Tensor, nn.Parameter):
+                continue
+            plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+            if plain and storage_of(tensor) not in self._given:
+                yield holder
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that are held now."""
+        yield from (holder.tensor for holder in self._holders if holder.tensor is not None)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Hold the tensors that are saved meanwhile."""
-        self._outer = saving_hooks()
-        with saved_tensors_hooks(self, _unpack):
+        with saved_tensors_hooks(self, Holder.unchanged):
             yield
 
-    def __call__(self, saved: Tensor) -> Holder | tuple[Tensor, int]:
-        if self._outer is not None:
-            self._outer(saved)  # which counts
-        plain = type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided
-        if not plain or saved.is_conj() or saved.is_neg() or storage_of(saved) in self._not_offloaded:
-            return saved.detach(), saved._version
-        holder = Holder(saved.detach())
-        self._holders.add(holder)
+    def __call__(self, saved: Tensor) -> Holder:
+        holder = Holder(saved)
+        if not sizes_of([saved]).keys() <= self.weights:
+            self._holders.add(holder)
         return holder
 
     def offload(self) -> None:
@@ -100,7 +103,7 @@ class SavedTensors(SavingHooks):
         needs and precedes what takes its memory.
         """
         copies: dict[object, _Copy] = {}
-        for holder in self._holders:
+        for holder in self:
             tensor = holder.take()
             if (storage := storage_of(tensor)) not in copies:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -118,5 +121,7 @@ class SavedTensors(SavingHooks):
         self._on_host.clear()
 
 
-def _unpack(packed: Holder | tuple[Tensor, int]) -> Tensor:
-    return packed.unchanged() if isinstance(packed, Holder) else unpack_unchanged(packed)
+def only_ours() -> bool:
+    """Return whether the hooks for saved tensors in force, if any, are vpipe's, which change no number."""
+    hooks = hooks_for_saved(True)
+    return hooks is None or isinstance(hooks[0], SavedTensors)
