@@ -127,4 +127,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     the bench of failures or the late device, so that only one builds it."""
     for item in items:
         shared = {"world", "two", "bench", "ended"}.intersection(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group("".join(shared) or item.nodeid.partition("::")[0]))
+        item.add_marker(pytest.mark.xdist_group("".join(sorted(shared)) or item.nodeid.partition("::")[0]))
