@@ -236,7 +236,8 @@ for step in pipe.train([{"input": torch.ones(4, 4), "target": torch.ones(4, 4)}]
 """
 
 
-@pytest.mark.parametrize("group", ["", "torch.distributed.init_process_group('gloo')"])
+@pytest.mark.parametrize("group", ["", pytest.param("torch.distributed.init_process_group('gloo')",
+                                                     marks=pytest.mark.jobs)])
 def test_of_the_ranks_of_torchrun_one_reports_an_error(tmp_path: Path, forked: None, group: str) -> None:
     script, logs = tmp_path / "script.py", tmp_path / "logs"
     script.write_text(SCRIPT.replace("# group", group))

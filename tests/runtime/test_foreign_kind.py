@@ -155,6 +155,7 @@ def test_it_runs_in_one_and_four_processes(folder: Path, world: World) -> None:
     assert [len(rank["averages"]) for rank in four] == [2] * 4
 
 
+@pytest.mark.jobs
 @pytest.mark.usefixtures("forked")
 def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))

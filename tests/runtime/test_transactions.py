@@ -401,7 +401,8 @@ def after_first(**arguments: Any) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.parametrize("arguments", [{}, {"stages": 1, "lanes": 2}, {"stages": 1, "replicas": 2}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, *(pytest.param(each, marks=pytest.mark.jobs) for each in (
+    {"stages": 1, "lanes": 2}, {"stages": 1, "replicas": 2}))], ids=str)
 def test_a_second_batch_that_fails_on_one_rank_leaves_the_first(arguments: dict[str, Any], two: World) -> None:
     assert two.run(after_first, **arguments) == [{}, {}]
 
@@ -424,8 +425,8 @@ def test_under_nccls_rules_too(tmp_path: Path, two: World) -> None:
     assert two.run(nccl_jobs.under, run="test_transactions.after_first", **HARDEST) == [{}, {}]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"stages": 1, "lanes": 2}, *(
-    pytest.param(each, marks=pytest.mark.jobs) for each in ({"schedule": "pipedream"}, {"stages": 1, "replicas": 2}))],
+@pytest.mark.parametrize("arguments", [{}, *(pytest.param(each, marks=pytest.mark.jobs) for each in (
+    {"stages": 1, "lanes": 2}, {"schedule": "pipedream"}, {"stages": 1, "replicas": 2}))],
     ids=str)
 def test_calls_that_fail_in_two_processes_leave_every_rank_as_it_was(arguments: dict[str, Any], tmp_path: Path,
                                                                      two: World) -> None:

@@ -53,6 +53,7 @@ def batches(samples: int = MICROBATCHES, lengths: Sequence[tuple[int, int]] = LE
     return found
 
 
+@pytest.mark.jobs
 def test_adapters_are_those_of_peft_without_a_pipeline() -> None:
     base = translation_from_settings(ModelSettings(
         WORDS, "tiny", hidden_size=8, num_layers=2, num_heads=2, tie_weights=True, dropout=0.0))
