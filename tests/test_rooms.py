@@ -286,10 +286,10 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 29_900, "testing": 2_100, "application": 22_600, "extras": 6_000, "tests": 56_700,
-           "vpipe": 60_500, "benchmarks": 8_400, "parameters of Pipeline": 9, "config keys": 105}
-"""Ceilings, which fall; an issue alone may raise one: the most lines of every tier (tests/tier_sizes.py counts), up to
-the next hundred so that not every change edits them, and the most that users have to learn."""
+BUDGETS = {"library": 29_900, "testing": 2_062, "application": 22_543, "extras": 5_919, "tests": 56_700,
+           "vpipe": 60_420, "benchmarks": 8_400, "parameters of Pipeline": 9, "config keys": 105}
+"""Ceilings, which fall; an issue alone may raise one: the most lines of every tier (tests/tier_sizes.py counts), and
+the most that users have to learn."""
 
 
 def test_a_feature_makes_room() -> None:
