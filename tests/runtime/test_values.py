@@ -64,19 +64,19 @@ def test_the_picture_of_the_page_is_what_happens(monkeypatch: pytest.MonkeyPatch
     drawn: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for column in ([line[:58] for line in picture], [line[58:] for line in picture]):
         action = verb = ""
-        for begins, does, value in re.findall(r"\b(\d[A-Z_]+|step)\b|\b(takes|puts|reads)\b|\b([A-Z_]+ \d)\b",
+        for begins, does, value in re.findall(r"\b(\d[A-Z_]+|results)\b|\b(takes|puts|reads)\b|\b([A-Z_]+ \d)\b",
                                               " ".join(column)):
             action, verb = begins or action, does or verb
             if value and verb != "reads":
                 drawn[action].add((verb, value))
     seen: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    now = ["step"]
+    now = ["results"]
     execute = Worker.execute
 
     def noting(worker: Worker, action: Action) -> None:
         now[0] = f"{action.stage}{action.op}"
         execute(worker, action)
-        now[0] = "step"
+        now[0] = "results"
 
     class Noted(values.Values):
         def __setitem__(self, key: Any, entry: Any) -> None:
