@@ -53,7 +53,7 @@ def seen(folder: Path) -> None:
     check_not_running(folder)
 
 
-@pytest.mark.parametrize("days", [7, pytest.param(1, marks=pytest.mark.jobs)])
+@pytest.mark.parametrize("days", [28, pytest.param(1, marks=pytest.mark.jobs)])
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_cut_or_changed_at_any_byte_ends_no_command_in_a_traceback(name: str, days: int, run: Path) -> None:
     assert failure_path(run, 1).name in FILES
