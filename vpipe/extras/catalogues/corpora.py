@@ -22,45 +22,6 @@ from vpipe.extras.catalogues.catalogues import (
 )
 
 
-def messages(language: str) -> Corpus:
-    """Return the messages of the programs on this machine in a language; one is a document."""
-    found = machine_catalogues(locale_folders())
-    own = [catalogue.path for catalogue in found if catalogue.language == language]
-    if not own:
-        known = sorted({catalogue.language for catalogue in found})
-        raise UserError(f"no program on this machine has messages in the language '{language}'",
-                        hint=nearest(language, known) if known else "name a folder of text as dataset.path")
-
-    def texts() -> Iterator[Document]:
-        found = (text for path in own for message in read_messages(path) for text in message.translations)
-        return (Document(text) for text in dict.fromkeys(found) if text.strip())
-
-    return Corpus(f"messages in {language} of {counted(len(own), 'program')} on this machine",
-                  {"messages": file_states(own, Path("/")), "language": language}, texts)
-
-
-def message_pairs(path: Path | None, source: str | None, target: str | None) -> Corpus | None:
-    """Return the messages of catalogues with their translations; None where there is no catalogue in ``path``.
-
-    Args:
-        path: file or folder; None for this machine.
-        source: must be None: what a program says is English.
-        target: language; None for that with the most messages.
-
-    Raises:
-        UserError: there are none on this machine, or none in the language, or a source language is given.
-    """
-    found = machine_catalogues(locale_folders()) if path is None else catalogues_in(path)
-    if path is not None and not found:
-        return None
-    if source is not None:
-        raise UserError(f"dataset.source_language is {source}, but the source of gettext catalogues is what a "
-                        "program says, in English", hint="leave it out; dataset.target_language is the other one")
-    root = Path("/") if path is None else path.parent if path.is_file() else path
-    where = "on this machine" if path is None else f"in {path}"
-    return catalogue_corpus(found, where, root, target, skip=path is None)
-
-
 def catalogue_corpus(found: Sequence[Catalogue], where: str, root: Path, target: str | None, *,
                      skip: bool = False) -> Corpus:
     """Return the pairs of the catalogues in one language: ``target``, or for None that with the most messages.
@@ -104,7 +65,38 @@ class Messages(Source):
     """What programs say, and its translations."""
 
     def text(self, language: str) -> Corpus:
-        return messages(language)
+        """Return the messages of the programs on this machine in a language; one is a document."""
+        found = machine_catalogues(locale_folders())
+        own = [catalogue.path for catalogue in found if catalogue.language == language]
+        if not own:
+            known = sorted({catalogue.language for catalogue in found})
+            raise UserError(f"no program on this machine has messages in the language '{language}'",
+                            hint=nearest(language, known) if known else "name a folder of text as dataset.path")
+
+        def texts() -> Iterator[Document]:
+            found = (text for path in own for message in read_messages(path) for text in message.translations)
+            return (Document(text) for text in dict.fromkeys(found) if text.strip())
+
+        return Corpus(f"messages in {language} of {counted(len(own), 'program')} on this machine",
+                      {"messages": file_states(own, Path("/")), "language": language}, texts)
 
     def pairs(self, path: Path | None, source: str | None, target: str | None) -> Corpus | None:
-        return message_pairs(path, source, target)
+        """Return the messages of catalogues with their translations; None where there is no catalogue in ``path``.
+
+        Args:
+            path: file or folder; None for this machine.
+            source: must be None: what a program says is English.
+            target: language; None for that with the most messages.
+
+        Raises:
+            UserError: there are none on this machine, or none in the language, or a source language is given.
+        """
+        found = machine_catalogues(locale_folders()) if path is None else catalogues_in(path)
+        if path is not None and not found:
+            return None
+        if source is not None:
+            raise UserError(f"dataset.source_language is {source}, but the source of gettext catalogues is what a "
+                            "program says, in English", hint="leave it out; dataset.target_language is the other one")
+        root = Path("/") if path is None else path.parent if path.is_file() else path
+        where = "on this machine" if path is None else f"in {path}"
+        return catalogue_corpus(found, where, root, target, skip=path is None)

@@ -95,9 +95,6 @@ class Int8:
         return codes.float().mul_(scales).view(spec.shape).to(spec.dtype).requires_grad_(spec.wants_gradient)
 
 
-Codec = Bf16 | Int8
-
-
 def _if_smaller(wire: TensorSpec, spec: TensorSpec) -> TensorSpec | None:
     smaller = prod(wire.shape) * wire.dtype.itemsize < prod(spec.shape) * spec.dtype.itemsize
     return wire if spec.dtype.is_floating_point and smaller else None
@@ -158,7 +155,7 @@ class CompressedTransport:
         return [tensor if codec.wire(spec) is None else codec.decode(tensor, spec)
                 for tensor, spec in zip(tensors, self._expected.pop((peer, key)), strict=True)]
 
-    def _codec(self, key: TransferKey) -> Codec | None:
+    def _codec(self, key: TransferKey) -> Bf16 | Int8 | None:
         """Return the codec of a transfer; None for one that is sent unchanged."""
         return self._codecs[cut_of(key)] if key.kind in (_ACTIVATIONS, _GRADIENTS) else None
 

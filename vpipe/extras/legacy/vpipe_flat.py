@@ -166,77 +166,74 @@ class VPipeFlat(ConfigAddition):
 
         Native sections such as ``checkpoint`` and ``metrics``, for which the flat form has no keys, stay as they are.
         """
-        return _to_native(tree, folder, shipped=shipped)
+        passed = {key: tree.at((key,)) for key in Config.model_fields
+                  if key in tree.value and key not in FlatConfig.model_fields}
+        for key in passed:
+            tree.drop((key,))
+        flat, problems = checked(FlatConfig, tree)
+        if flat is None:
+            raise UserError.all_of(problems)
+        base = _directory(flat, tree, folder)
+        users = Path.cwd() if shipped else base
+        layers, partition, more = _json(PartitionFile, tree, "partition", base / flat.partition)
+        ranks, placement, others = _json(RankFile, tree, "config_file", base / flat.config_file)
+        problems = [*more, *others]
+        if layers and ranks:
+            problems += _contradictions(flat, layers, ranks, tree, partition, placement)
+        every = passed["metrics"].get(("rank_times_every",)) if "metrics" in passed else None
+        if None not in (every, tree.get(("verbose_frequency",))) and flat.verbose_frequency != every:
+            problems.append(Problem(f"verbose_frequency is {flat.verbose_frequency}, but metrics.rank_times_every, "
+                                    f"which means the same, is {every}", "keep one of the two",
+                                    tree.where(("verbose_frequency",))))
+        if layers is None or ranks is None or problems:
+            raise UserError.all_of(problems)
 
+        native = Tree({}, {(): tree.places[()]})
 
-def _to_native(tree: Tree, folder: Path, *, shipped: bool) -> Tree:
-    passed = {key: tree.at((key,)) for key in Config.model_fields
-              if key in tree.value and key not in FlatConfig.model_fields}
-    for key in passed:
-        tree.drop((key,))
-    flat, problems = checked(FlatConfig, tree)
-    if flat is None:
-        raise UserError.all_of(problems)
-    base = _directory(flat, tree, folder)
-    users = Path.cwd() if shipped else base
-    layers, partition, more = _json(PartitionFile, tree, "partition", base / flat.partition)
-    ranks, placement, others = _json(RankFile, tree, "config_file", base / flat.config_file)
-    problems = [*more, *others]
-    if layers and ranks:
-        problems += _contradictions(flat, layers, ranks, tree, partition, placement)
-    every = passed["metrics"].get(("rank_times_every",)) if "metrics" in passed else None
-    if None not in (every, tree.get(("verbose_frequency",))) and flat.verbose_frequency != every:
-        problems.append(Problem(f"verbose_frequency is {flat.verbose_frequency}, but metrics.rank_times_every, which "
-                                f"means the same, is {every}", "keep one of the two",
-                                tree.where(("verbose_frequency",))))
-    if layers is None or ranks is None or problems:
-        raise UserError.all_of(problems)
+        def put(target: str, part: Tree) -> None:
+            native.put(tuple(target.split(".")), part)
 
-    native = Tree({}, {(): tree.places[()]})
+        def derived(target: str, key: str, value: object) -> None:
+            put(target, Tree.leaf(value, Place(tree.name((key,)), tree.where((key,)), tree.where((key,)))))
 
-    def put(target: str, part: Tree) -> None:
-        native.put(tuple(target.split(".")), part)
-
-    def derived(target: str, key: str, value: object) -> None:
-        put(target, Tree.leaf(value, Place(tree.name((key,)), tree.where((key,)), tree.where((key,)))))
-
-    for key, part in passed.items():
-        put(key, part)
-    for key, target in SAME_MEANING.items():
-        if key in tree.value:
-            put(target, tree.at((key,)))
-    derived("log_directory", "log_directory", str(users / flat.log_directory))
-    if flat.container:
-        derived("container", "container", flat.container if "://" in flat.container else str(users / flat.container))
-    _put_model_and_data(flat, base, users, derived)
-    _put_updates(flat, len(layers.partition), derived)
-    put("parallel.partition", partition.at(("partition",)))
-    if partition.value.keys() - {"partition", "recompute_ratio"}:
-        if layers.schedule and not flat.schedule:
-            put("parallel.schedule", partition.at(("schedule",)))
-        if layers.microbatches:
-            put("training.num_microbatches", partition.at(("microbatches",)))
-        if layers.update_every:
-            put("parallel.update_every", partition.at(("update_every",)))
-        if layers.warmup_depth and ranks.stage_to_depth_map is None:
-            put("parallel.warmup_depth", partition.at(("warmup_depth",)))
-        derived("parallel.plan", "partition", str(base / flat.partition))
-    if flat.verbose_frequency and isinstance(native.value.get("metrics", {}), dict):
-        put("metrics.rank_times_every", tree.at(("verbose_frequency",)))
-    if flat.compress_activations:
-        derived("parallel.compress", "compress_activations", "bf16")
-    if flat.recompute:
-        derived("parallel.recompute", "recompute", 1.0)
-    elif layers.recompute_layers is not None:
-        put("parallel.recompute", partition.at(("recompute_layers",)))
-    elif "recompute_ratio" in partition.value:
-        put("parallel.recompute", partition.at(("recompute_ratio",)))
-    put("parallel.stage_to_rank_map", placement.at(("stage_to_rank_map",)))
-    if ranks.stage_to_depth_map is not None:
-        depths = ranks.stage_to_depth_map
-        place = placement.places[("stage_to_depth_map",)]
-        put("parallel.warmup_depth", Tree.leaf([depths[stage] for stage in sorted(depths, key=int)], place))
-    return native
+        for key, part in passed.items():
+            put(key, part)
+        for key, target in SAME_MEANING.items():
+            if key in tree.value:
+                put(target, tree.at((key,)))
+        derived("log_directory", "log_directory", str(users / flat.log_directory))
+        if flat.container:
+            derived("container", "container",
+                    flat.container if "://" in flat.container else str(users / flat.container))
+        _put_model_and_data(flat, base, users, derived)
+        _put_updates(flat, len(layers.partition), derived)
+        put("parallel.partition", partition.at(("partition",)))
+        if partition.value.keys() - {"partition", "recompute_ratio"}:
+            if layers.schedule and not flat.schedule:
+                put("parallel.schedule", partition.at(("schedule",)))
+            if layers.microbatches:
+                put("training.num_microbatches", partition.at(("microbatches",)))
+            if layers.update_every:
+                put("parallel.update_every", partition.at(("update_every",)))
+            if layers.warmup_depth and ranks.stage_to_depth_map is None:
+                put("parallel.warmup_depth", partition.at(("warmup_depth",)))
+            derived("parallel.plan", "partition", str(base / flat.partition))
+        if flat.verbose_frequency and isinstance(native.value.get("metrics", {}), dict):
+            put("metrics.rank_times_every", tree.at(("verbose_frequency",)))
+        if flat.compress_activations:
+            derived("parallel.compress", "compress_activations", "bf16")
+        if flat.recompute:
+            derived("parallel.recompute", "recompute", 1.0)
+        elif layers.recompute_layers is not None:
+            put("parallel.recompute", partition.at(("recompute_layers",)))
+        elif "recompute_ratio" in partition.value:
+            put("parallel.recompute", partition.at(("recompute_ratio",)))
+        put("parallel.stage_to_rank_map", placement.at(("stage_to_rank_map",)))
+        if ranks.stage_to_depth_map is not None:
+            depths = ranks.stage_to_depth_map
+            place = placement.places[("stage_to_depth_map",)]
+            put("parallel.warmup_depth", Tree.leaf([depths[stage] for stage in sorted(depths, key=int)], place))
+        return native
 
 
 def _put_model_and_data(flat: FlatConfig, base: Path, users: Path, put: Callable[[str, str, object], None]) -> None:

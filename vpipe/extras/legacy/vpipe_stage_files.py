@@ -61,8 +61,13 @@ class StageFiles(CheckpointFormat):
     described = "with checkpoint.<stage>.pth.tar of VPipe's stages"
 
     def find(self, folder: Path) -> list[Path]:
-        """Return the stage files of a folder; see :func:`find_stage_files`."""
-        return find_stage_files(folder)
+        """Return the stage files of a folder, by stage, or none. Raises UserError when one in between is missing."""
+        found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
+        lacking = [stage for stage in range(len(found)) if stage not in found]
+        if lacking:
+            raise UserError(f"there is no 'checkpoint.{lacking[0]}.pth.tar' in '{folder}', but one of stage "
+                            f"{max(found)}", hint="bring the files of all stages into one folder")
+        return [found[stage] for stage in sorted(found)]
 
     def read(self, files: Sequence[Path], model: Model, family: Family, settings: ModelSettings) -> ImportedWeights:
         """Return the weights in stage files, and which tensors were taken for which; see :func:`match_weights`."""
@@ -73,16 +78,6 @@ class StageFiles(CheckpointFormat):
             lines.append(f"  {path.name}: {counted(len(own), 'tensor')}" + (
                 f", {own[0][1].name} = {own[0][0]} to {own[-1][1].name} = {own[-1][0]}" if own else ""))
         return ImportedWeights({name: weight.tensor for name, weight in found.weights.items()}, found.absent, lines)
-
-
-def find_stage_files(folder: Path) -> list[Path]:
-    """Return the stage files of a folder, by stage, or none. Raises UserError when one between others is missing."""
-    found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
-    lacking = [stage for stage in range(len(found)) if stage not in found]
-    if lacking:
-        raise UserError(f"there is no 'checkpoint.{lacking[0]}.pth.tar' in '{folder}', but one of stage {max(found)}",
-                        hint="bring the files of all stages into one folder")
-    return [found[stage] for stage in sorted(found)]
 
 
 def read_stage_files(files: Sequence[Path]) -> list[StageWeight]:

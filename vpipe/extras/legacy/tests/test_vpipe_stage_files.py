@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vpipe.app.families.bert import bert_from_settings
 from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.errors import UserError
-from vpipe.extras.legacy.vpipe_stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
+from vpipe.extras.legacy.vpipe_stage_files import MatchedWeights, StageFiles, match_weights, read_stage_files
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
 
@@ -66,7 +66,7 @@ def write(folder: Path, stages: list[Any]) -> list[Path]:
         torch.save({"epoch": 3, "arch": "bert", "state_dict": {"module0": state}, "best_prec1": torch.tensor(0.5),
                     "optimizer": {"state": {}, "param_groups": [{"lr": 0.03}]}},
                    folder / f"checkpoint.{stage}.pth.tar")
-    return find_stage_files(folder)
+    return StageFiles().find(folder)
 
 
 def found_in(files: list[Path], model: Model = BERT, family: Family | None = None) -> MatchedWeights:
@@ -175,7 +175,7 @@ def test_a_file_that_is_none_is_refused(content: object, says: str, tmp_path: Pa
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    what, _ = refused(lambda: read_stage_files(find_stage_files(tmp_path)))
+    what, _ = refused(lambda: read_stage_files(StageFiles().find(tmp_path)))
     assert says in what
     assert str(path) in what
 
@@ -185,4 +185,4 @@ def test_a_truncated_file_and_a_missing_stage(tmp_path: Path) -> None:
     files[1].write_bytes(files[1].read_bytes()[:-200])
     assert "cannot be read as weights" in refused(lambda: read_stage_files(files))[0]
     files[0].rename(tmp_path / "checkpoint.1700000000.pth.tar")  # a time, perhaps: not as many are looked for
-    assert refused(lambda: find_stage_files(tmp_path))[0].startswith("there is no 'checkpoint.0.pth.tar'")
+    assert refused(lambda: StageFiles().find(tmp_path))[0].startswith("there is no 'checkpoint.0.pth.tar'")
