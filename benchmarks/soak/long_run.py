@@ -29,7 +29,6 @@ from vpipe.testing import (
     flush_oracle,
     version_rule,
 )
-from vpipe.testing.reference_optimizer import uncompressed
 
 LAYERS = 9
 SAVE_EVERY, EVALUATE_EVERY = 8, 20
@@ -172,7 +171,7 @@ class LongRun:
 
         codecs = parallel.transfers.codecs(len(partition))
         cross = CutCompression(job.model, partition, job.schedule.placement, codecs,
-                               training.seed) if set(codecs) - {"none"} else uncompressed
+                               training.seed) if set(codecs) - {"none"} else TrainingRecipe.compress
         recipe = TrainingRecipe(job.optimizer.from_named, training.num_microbatches, training.seed, job.lr_policy(),
                           training.grad_clip, trajectory, cross, training.on_nan == "skip")
         if job.schedule.flush:

@@ -1,11 +1,10 @@
 """Compare a pipeline with its oracle, step by step.
 
-With a flush the oracle is plain PyTorch on one device (in a reduced precision under ``torch.autocast``, or with rounded
-layers and master weights), without one the sequential program of :mod:`vpipe.testing.reference`. On one CPU thread both
-give the same bits, in any precision, if sums have the same order. The pipeline adds the gradients of a weight tied
-across two stages per stage, those of a stage with several replicas per replica, and those of microbatches that a
-schedule from a file completes out of order in that order. The oracle does the same and must be met to the bit. The
-replicas of a stage must equal each other in any case.
+With a flush the oracle is plain PyTorch on one device, without one the sequential program of
+:mod:`vpipe.testing.reference`. On one CPU thread both give the same bits, in any precision, if sums have the same
+order. The pipeline adds the gradients of a weight tied across two stages per stage, those of a stage with several
+replicas per replica, and those of microbatches that a schedule from a file completes out of order in that order. The
+oracle does the same and must be met to the bit. The replicas of a stage must equal each other in any case.
 
 Where it does so with a flush, there is a second oracle: plain PyTorch, which adds microbatch by microbatch, must be met
 within :attr:`Reference.bound`. It makes each update from the state in which the first oracle begins it. Left to itself
@@ -38,7 +37,7 @@ from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.testing.reference import FROM_SCRATCH, Batch, ReferenceRun, asynchronous_oracle, flush_oracle
 from vpipe.testing.reference_model import ReferencePrecision, compiled_model
-from vpipe.testing.reference_optimizer import InitialState, TrainingRecipe, Turn, Versions, uncompressed, version_rule
+from vpipe.testing.reference_optimizer import InitialState, TrainingRecipe, Turn, Versions, version_rule
 from vpipe.testing.trajectory import Trajectory
 
 _DEFECT = "this is a defect of vpipe: please report it"
@@ -151,7 +150,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     codecs = description.transfers.codecs(len(partition))
     compressed = bool(set(codecs) - {"none"})
     compress = CutCompression(model, partition, schedule.placement, codecs,
-                              description.seed) if compressed else uncompressed
+                              description.seed) if compressed else TrainingRecipe.compress
 
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
         return TrainingRecipe(update.make_optimizer, description.microbatches, description.seed, update.factor,

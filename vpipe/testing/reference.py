@@ -5,11 +5,8 @@ transfers. With a flush it is plain PyTorch with gradient accumulation. Without 
 uses for a microbatch follows from the microbatch's number: see :data:`vpipe.schedules.registry.VersionRule`;
 gradients are applied to the latest version.
 
-On one CPU thread the pipeline's losses and weights equal the oracle's bit for bit, in any precision. The order of sums
-matters for that. Plain PyTorch adds the gradients of an update microbatch by microbatch. A stage with several replicas
-adds those of each replica, then the sums; a weight tied across two stages adds those of each copy, then the sums. The
-asynchronous oracle adds in the pipeline's order. The flush oracle does so if ``partition`` is given; otherwise it is
-exactly plain PyTorch.
+The asynchronous oracle adds gradients in the pipeline's order (:class:`GradientSums`). The flush oracle does so if
+``partition`` is given; otherwise it is exactly plain PyTorch, which adds microbatch by microbatch.
 """
 
 from __future__ import annotations

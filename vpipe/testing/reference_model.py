@@ -1,9 +1,8 @@
 """Run a model on one device for the oracle, with separate buffers of replicas and separate copies of tied weights.
 
 A plain PyTorch program that shares nothing with the engine but the settings of a precision. In ``bf16`` and ``fp16``
-every layer runs under a ``torch.autocast`` of its own; in ``bf16_pure`` the parameters of layers and their inputs are
-bf16, buffers as they were made. In each of the three, a float32 tensor is rounded when a layer returns it, except for
-the loss, which is float32, and trained parameters are float32, or have masters that are.
+every layer runs under a ``torch.autocast`` of its own. There and in ``bf16_pure`` a float32 tensor is rounded when a
+layer returns it, except for the loss, which is float32, and trained parameters are float32, or have masters that are.
 """
 
 from __future__ import annotations

@@ -36,10 +36,6 @@ Turn = Callable[[int, int, int], int]
 """(stage, microbatch, slice) -> the place of its gradient among those that a replica of the stage adds up."""
 
 
-def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
-    """Leave all tensors as they are."""
-
-
 _NUMBERS = {int: ("int", torch.int64), float: ("float", torch.float64)}
 """Type of a number in an optimizer's state -> its suffix and dtype in a checkpoint."""
 
@@ -285,7 +281,7 @@ class TrainingRecipe:
     factor: Callable[[int], float] = lambda update: 1.0
     clip: float | None = None
     trajectory: Trajectory | None = None
-    compress: CompressAtCut = uncompressed
+    compress: CompressAtCut = lambda number, microbatch, layer, tensors: None
     skip: bool = False
     precision: ReferencePrecision = FP32
     device: torch.device | str = "cpu"
@@ -334,12 +330,14 @@ class TrainingRecipe:
         """
         trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         gradients = {name: None if gradient is None or id(parameters[name]) not in trained
-                     else _placed_as(gradient.to(parameters[name].dtype), parameters[name])
-                     for name, gradient in gradients.items()}
+                     else gradient.to(parameters[name].dtype) for name, gradient in gradients.items()}
         for name, gradient in gradients.items():
+            parameter: Any = parameters[name]
+            if is_sharded(gradient):
+                gradients[name] = gradient = gradient.redistribute(placements=parameter.placements)
             if scale is not None and gradient is not None:
                 gradients[name] = gradient * (1.0 / scale.value)
-            parameters[name].grad = gradients[name]
+            parameter.grad = gradients[name]
         if self.trajectory is not None:
             self.trajectory.gradients(update, gradients)
         overflow = not all(bool(_norm(gradient).isfinite()) for gradient in gradients.values() if gradient is not None)
@@ -397,11 +395,6 @@ def _sizes(gradient: Any) -> tuple[Any, int]:
     return (DTensor.from_local(gradient.to_local().abs(), mesh, places, run_check=False, shape=gradient.shape,
                                stride=gradient.stride()),
             math.prod(mesh.size(dim) for dim, place in enumerate(places) if place.is_partial()))
-
-
-def _placed_as(gradient: Any, parameter: Any) -> Any:
-    """Return a gradient as its parameter is placed."""
-    return gradient.redistribute(placements=parameter.placements) if is_sharded(gradient) else gradient
 
 
 def _norm(gradient: Any) -> Tensor:
