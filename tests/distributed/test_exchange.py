@@ -66,7 +66,7 @@ def test_what_a_rank_gives_is_no_longer_among_a_thousand_ranks(monkeypatch: pyte
     given: list[str] = []
     monkeypatch.setattr(ThreadLine, "give", lambda line, message: given.append(json.dumps(message)))
     for ranks in (2, 1000):
-        exchanges(ranks)[1].note("step 3 of train()")
+        exchanges(ranks)[1].begin(None, "step 3 of train()", hears=False)
     assert len(given[0]) == len(given[1])
 
 

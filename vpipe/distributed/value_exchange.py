@@ -98,7 +98,7 @@ class Exchange:
                 if at_once:
                     self.all_gather(None, f"beginning {what}")
                 else:
-                    self.note(what)
+                    self.begin(None, what, hears=False)
                 yield
         finally:
             line.call = outer
@@ -125,26 +125,18 @@ class Exchange:
         return self.begin(value, doing)()
 
     def begin(self, value: Any, doing: str = DOING, error: BaseException | None = None,
-              batches: Sequence[ReadBatch] = ()) -> Callable[[], list[Any]]:
-        """Give a value without waiting; return a function that waits for those of all ranks. Where one has an error to
-        give instead, or the batches that they have read differ, all raise it."""
+              batches: Sequence[ReadBatch] = (), hears: Hears = True) -> Callable[[], list[Any]]:
+        """Give a value without waiting; return a function that waits for those of all ranks, if this one ``hears``; if
+        later, until all have given theirs. Where one has an error to give instead, all raise it; where others do
+        something else, or the batches that they have read differ, all fail."""
         if (line := self._line) is not None:
-            return partial(self._take, line, self._give(line, value, doing, True, error, batches), doing, error)
+            name = self._give(line, value, doing, hears, error, batches)
+            if hears == "later":
+                return partial(line.take, name, "comparing batches", self._timeout_s)
+            return partial(self._take, line, name, doing, error)
         if error is not None:
             raise error
         return lambda: [value]
-
-    def note(self, doing: str, value: Any = None, hears: Hears = False,
-             batches: Sequence[ReadBatch] = ()) -> Callable[[], list[Any]]:
-        """Say what this rank does next, and which batches it has read: where others do something else, or have read
-        others, all fail. Return a function that waits for the values of all, if this one ``hears``; if later, until
-        all have said the same."""
-        if (line := self._line) is None:
-            return lambda: [value]
-        name = self._give(line, value, doing, hears, batches=batches)
-        if hears == "later":
-            return partial(line.take, name, "comparing batches", self._timeout_s)
-        return partial(self._take, line, name, doing)
 
     def _give(self, line: ExchangeLine, value: Any, doing: str, hears: Hears, error: BaseException | None = None,
               batches: Sequence[ReadBatch] = ()) -> str:
@@ -191,10 +183,8 @@ class Exchange:
         """Send rank 0 a value without waiting. Returns a function that on rank 0 waits for the values of all and
         returns them; on other ranks it returns none, at once.
         """
-        if (line := self._line) is None:
-            return lambda: [value]
-        name = self._give(line, value, doing, self.rank == 0)
-        return lambda: self._take(line, name, doing) if self.rank == 0 else []
+        told = self.begin(value, doing, hears=self.rank == 0)
+        return told if self.rank == 0 else list
 
     def agree(self, vote: Any, decide: Callable[[list[Any]], Any], doing: str = DOING) -> Any:
         """Return the decision on the votes of all ranks, by rank, on every rank.

@@ -398,7 +398,8 @@ class BatchComparison:
     def tell(self, batches: Sequence[ReadBatch]) -> None:
         """Tell the others of batches of a stream. All ranks have read the same ones when a stream is drained."""
         for batch in batches:
-            self.expect(batch.first, self._exchange.note("reading training batches", None, "later", [batch]))
+            self.expect(batch.first, self._exchange.begin(None, "reading training batches", None, [batch],
+                                                          hears="later"))
 
     def confirm(self, until: float = inf) -> None:
         """Wait until all ranks have told the same of the batches up to a microbatch.

@@ -117,7 +117,7 @@ class Training:
         asked = False
         for number in count():
             if self._schedule.stream:
-                self._collectives.job.note(f"step {number} of train()")
+                self._collectives.job.begin(None, f"step {number} of train()", hears=False)
             with self.surroundings.set_aside():
                 step = next(steps, None)
             if step is None:
@@ -189,9 +189,9 @@ class Training:
                 job.begin(None, what, bad, batches)()
                 comparison.tell(batches if self._schedule.stream else ())
             elif batch is None or own:
-                comparison.expect(first, job.note(what, own, "later", batches))
+                comparison.expect(first, job.begin(own, what, None, batches, hears="later"))
             else:
-                of_all = job.note(what, own, hears=True)()
+                of_all = job.all_gather(own, what)
         except RunError as fault:
             if bad is None or bad is fault:
                 raise
