@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from vpipe.arguments import shown
 from vpipe.checkpoint.manifest import TensorKind, factor_of, last_change_of
 from vpipe.errors import UserError, counted
-from vpipe.model.sequential import WithLoss, loss_buffers
+from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.companions import Extrapolation
 from vpipe.runtime.sharded_tensors import parted
 from vpipe.runtime.stage import Stage
@@ -92,9 +92,7 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
     """Return all parts of the stages on these ranks, in the order in which they are to be loaded."""
     stages = [LocalStage(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
-    return [ModelState(stages), OptimizerState(stages), NamedBuffers(partial(_replica_buffers, stages)),
-            NamedBuffers(partial(_loss_buffers, stages)), LossScale(stages),
-            CompanionState(stages)]
+    return [ModelState(stages), OptimizerState(stages), NamedBuffers(stages), LossScale(stages), CompanionState(stages)]
 
 
 class ModelState(StatePart):
@@ -187,37 +185,29 @@ def optimizer_entries(optimizers: StageOptimizer, weights: WeightVersions) -> di
 
 
 class NamedBuffers(StatePart):
-    """Buffers under names of their own. Those that a checkpoint lacks keep their values."""
+    """Buffers that are not the model's: of replicas from 1 on, as their own microbatches made them; and of the loss of
+    a sequential model, of every replica. Those that a checkpoint lacks keep their values: a new replica has those of
+    the first."""
 
-    def __init__(self, find: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        self._find = find
+    def __init__(self, stages: Sequence[LocalStage]) -> None:
+        self._stages = stages
 
     def state(self) -> dict[str, Tensor]:
-        return dict(self._find())
+        named: dict[str, Tensor] = {}
+        for each in self._stages:
+            saved = each.stage.state() if each.replica > 0 else {}
+            named |= {f"buffers.{each.replica}.{name}": buffer for name, buffer in each.stage.named_buffers()
+                      if name in saved}
+        for each in self._stages:
+            named |= {f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}": buffer
+                      for layer, module in each.stage.modules.items() for name, buffer in loss_buffers(module).items()}
+        return named
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, buffer in self._find():
+        for name, buffer in self.state().items():
             if name in tensors:
                 buffer.copy_(parted(tensors[name], buffer))
-
-
-def _replica_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of replicas from 1 on: their own microbatches made them. A new replica has those of the first.
-    """
-    for each in stages:
-        if each.replica > 0:
-            saved = each.stage.state()
-            yield from ((f"buffers.{each.replica}.{name}", buffer) for name, buffer in each.stage.named_buffers()
-                        if name in saved)
-
-
-def _loss_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of the loss of a sequential model, of every replica."""
-    for each in stages:
-        for layer, module in each.stage.modules.items():
-            for name, buffer in loss_buffers(module).items() if isinstance(module, WithLoss) else ():
-                yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
 
 
 class LossScale(StatePart):
