@@ -81,11 +81,6 @@ class LayerRunner:
         """Return the inputs as they arrive from another stage: leaves without a gradient."""
         return [given.inputs[name].detach().requires_grad_(given.inputs[name].requires_grad) for name in self.reads]
 
-    def drop(self, record: Record) -> None:
-        """Drop the graph of a forward, as for a recomputed layer; :meth:`recompute` makes it again."""
-        for saved in record.spans:
-            saved.graph = None
-
     def recompute(self, record: Record) -> None:
         """Run the forward again."""
         self.stage.recomputes = True
