@@ -153,9 +153,17 @@ class Host:
         (self.home / "sshd.log").unlink()
         self._sshd = None
 
+    def bar(self) -> None:
+        """No key opens this host any longer."""
+        (self.home / ".ssh/authorized_keys").write_text("")
+
     def hide(self, folder: Path) -> None:
         """An empty folder of this host's own in place of ``folder``."""
         self.run(["mount", "-t", "tmpfs", "none", folder], check=True)
+
+    def show(self, folder: Path) -> None:
+        """Undo :meth:`hide` or :meth:`bind`."""
+        self.run(["umount", folder], check=True)
 
     def bind(self, source: Path, target: Path) -> None:
         """``source`` in place of ``target`` on this host."""
