@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vpipe.arguments import Arguments, shown
@@ -112,9 +113,9 @@ class Execution:
             if backend not in torch.compiler.list_backends(exclude_tags=()):
                 raise UserError(f"torch.compile has no backend '{backend}'",
                                 hint=nearest(backend, (DEFAULT_BACKEND, "aot_eager", "eager", "cudagraphs")))
-        Executor.named(self.executor)
+        _ = self.threaded  # refuses an executor that is not there
 
-    @property
+    @cached_property
     def threaded(self) -> bool:
         """Whether the forwards of a batch run in threads."""
         return Executor.named(self.executor).threaded
@@ -128,7 +129,7 @@ class Execution:
         """Return why the executor does not do something, and what to do instead; None where it does."""
         return Executor.named(self.executor).refuses.get(what)
 
-    @property
+    @cached_property
     def backend(self) -> str | None:
         """The backend of torch.compile: torch's default one for True; None where layers are not compiled."""
         return (DEFAULT_BACKEND if self.compile is True else str(self.compile)) if self.compile else None

@@ -46,10 +46,14 @@ class Order:
         return self if isinstance(self, Asynchronous) else Asynchronous(**vars(self))
 
     @property
+    def update_every(self) -> int | None:
+        """Of an order without a flush, microbatches per update and replica; the fewest possible if None."""
+        return None
+
+    @property
     def warmup(self) -> tuple[int, ...] | None:
         """Forwards of every stage before its first backward; those of 1F1B, or of a schedule with a flush, if None."""
-        depths = self.late.warmup_depth
-        return None if depths is None else tuple(depths)
+        return None
 
     def over(self, other: Order) -> Order:
         """Return this order, with what the other one says where this one says nothing."""
@@ -91,6 +95,10 @@ class Asynchronous(Order):
     update_every: int | None = None
     warmup_depth: Sequence[int] | None = None
     delay_correction: float | None = None
+
+    @property
+    def warmup(self) -> tuple[int, ...] | None:
+        return None if self.warmup_depth is None else tuple(self.warmup_depth)
 
     def _check(self, given: Arguments) -> None:
         super()._check(given)

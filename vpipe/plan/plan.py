@@ -183,7 +183,7 @@ class Plan:
     @property
     def update_every(self) -> int | None:
         """Of a schedule without a flush, microbatches per update and replica; None where the plan leaves it open."""
-        return self.order.late.update_every
+        return self.order.update_every
 
     @property
     def warmup(self) -> tuple[int, ...] | None:

@@ -75,7 +75,7 @@ def _built(profile: Profile, order: Order, cut: Cut, microbatches: int,
     registered = RegisteredSchedule.named(order.schedule)
     placement = placed(registered, order, cut)
     costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
-    one = build(order.schedule, placement, microbatches, order.late.update_every, ties, cut.recomputing, costs,
+    one = build(order.schedule, placement, microbatches, order.update_every, ties, cut.recomputing, costs,
                 warmup=order.warmup, slices=order.slices or 1)
     return one if one.flush else lengthened(one, cut.recomputing)
 

@@ -83,7 +83,7 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
             ("stages", cut.count, Schedule.MOST_STAGES), ("chunks", order.chunks, Schedule.MOST_STAGES),
             ("ranks", cut.ranks, Schedule.MOST_RANKS), ("microbatches", microbatches, Schedule.MOST_MICROBATCHES),
             ("slices", order.slices, Schedule.MOST_MICROBATCHES),
-            ("update_every", order.late.update_every, Schedule.MOST_MICROBATCHES)):
+            ("update_every", order.update_every, Schedule.MOST_MICROBATCHES)):
         if isinstance(value, int) and value > most:  # before any list is made of them
             raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
     if is_path(order.schedule):
@@ -100,7 +100,7 @@ def described(order: Order, cut: Cut, microbatches: int, processes: int | None =
     slices = order.slices or 1
     registered.check_slices(slices)
     placement = placed(registered, order, cut, processes, meshed=meshed)
-    views = replica_views(registered, placement, microbatches, order.late.update_every, order.warmup)
+    views = replica_views(registered, placement, microbatches, order.update_every, order.warmup)
     size, why = views[placement[0][0]].size, ""
     if not registered.flush:
         # The part of a stream that is proved: see vpipe.schedules.checker.check.
@@ -187,7 +187,7 @@ def _check_ranks(placement: Placement, order: Order, cut: Cut, processes: int | 
 
 def _from_file(order: Order, cut: Cut, microbatches: int) -> Schedule:
     """Read a schedule, and refuse other numbers than it has."""
-    file, update_every = order.schedule, order.late.update_every
+    file, update_every = order.schedule, order.update_every
     schedule = replace(CsvFile.read(file).schedule, slices=order.slices or 1)
     for word, asked, there in (("stages", cut.count, schedule.stages),
                                ("microbatches" if schedule.slices == 1 else "slices",

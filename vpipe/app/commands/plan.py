@@ -246,7 +246,7 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
         return []
     order = job.config.order
     plan = Plan(replace(job.cut, ranks=job.schedule.placement),
-                Order.of(order.schedule, slices=order.slices, update_every=order.late.update_every,
+                Order.of(order.schedule, slices=order.slices, update_every=order.update_every,
                          warmup=order.warmup), job.config.microbatches)
     plan = replace(plan, predictions=predict(profiles[job.config.microbatches], plan).prediction)
     peak, seconds = plan.predicted.fullest_rank[1], plan.predicted.seconds_per_sample
