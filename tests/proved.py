@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from vpipe.schedules.assignment import Placement
-from vpipe.schedules.builder import build, reverse_backwards
+from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.lowering import lower
+from vpipe.schedules.rewrites import reverse_backwards
 from vpipe.schedules.schedule import Schedule
 
 
@@ -19,7 +20,7 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
 
     Args:
         norm: exchange the norms of gradients before every step.
-        last_first: reverse the backwards with :func:`~vpipe.schedules.builder.reverse_backwards`.
+        last_first: reverse the backwards with :func:`~vpipe.schedules.rewrites.reverse_backwards`.
         warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
         zero1: each replica of a stage steps a part of its parameters.
         slices: of every microbatch.

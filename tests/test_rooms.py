@@ -204,7 +204,7 @@ def test_the_files_that_the_map_names_exist() -> None:
             and not any(file.endswith(f"/{name}") for file in here)] == []
 
 
-MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/builder.py", "schedules/lowering.py",
+MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/lowering.py", "schedules/rewrites.py",
                   "schedules/generators/", "schedules/search/", "runtime/", "testing/strategies.py",
                   "extras/async_threaded/")
 """The table, what makes actions (generators, lowering, the search, a strategy), and what executes them."""
@@ -318,7 +318,7 @@ def test_few_files_know_a_field_of_a_part() -> None:
     """The others pass the part: that of the schedule, the config's section, the plan."""
     knowing = {file.relative_to(ROOT).as_posix() for file in FILES if "warmup_depth" in file.read_text()}
     assert knowing == {"description/order.py", "app/config/parallel.py", "extras/legacy/vpipe_flat.py", "plan/plan.py",
-                       "schedules/builder.py", "schedules/registry.py", "app/visualize/advice.py",
+                       "schedules/csv_format.py", "schedules/registry.py", "app/visualize/advice.py",
                        "app/visualize/summary.py"}
 
 

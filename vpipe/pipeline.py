@@ -44,9 +44,9 @@ from vpipe.runtime.step_results import Step
 from vpipe.runtime.surroundings import Surroundings
 from vpipe.runtime.training import Pauses
 from vpipe.runtime.transport.process_group import is_idle
+from vpipe.schedules.builder import prepare_schedule
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.delays import mean_delay
-from vpipe.schedules.prepare import prepare_schedule
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 
@@ -210,7 +210,7 @@ class Pipeline:
 
         Args:
             description: its cut has the layers of every stage.
-            schedule: lowered, as :func:`~vpipe.schedules.prepare.prepare_schedule` returns it.
+            schedule: lowered, as :func:`~vpipe.schedules.builder.prepare_schedule` returns it.
             world: the ranks, as :func:`~vpipe.distributed.init.join_world` returns them.
         """
         assert len(world.lanes.own) in (1, schedule.ranks), f"{world.lanes} for {schedule.ranks} ranks"

@@ -25,7 +25,8 @@ from vpipe.plan.profile import Profile
 from vpipe.profiling import RankGroup, measure
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.kinds import Action, RecordedAction
+from vpipe.schedules.kinds import Action
+from vpipe.schedules.trace import RecordedAction
 
 TIMEOUT_S = 120
 MICROBATCHES = 8

@@ -21,7 +21,7 @@ from vpipe import Cut, Order, Pipeline
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.distributed import join_world
 from vpipe.runtime.microbatches import Batch
-from vpipe.schedules.kinds import RecordedAction
+from vpipe.schedules.trace import RecordedAction
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "throughput"))
 

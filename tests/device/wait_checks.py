@@ -32,7 +32,8 @@ from vpipe.checkpoint.shards import HostBuffer  # noqa: E402
 from vpipe.description import Executor  # noqa: E402
 from vpipe.profiling import links  # noqa: E402
 from vpipe.runtime.action_recorder import _DeviceTimes  # noqa: E402
-from vpipe.schedules.kinds import Op, RecordedAction  # noqa: E402
+from vpipe.schedules.kinds import Op  # noqa: E402
+from vpipe.schedules.trace import RecordedAction  # noqa: E402
 
 late: Any = late_device.load() if __name__ == "__main__" else None
 DEVICE: Any = torch.device("late", 0) if late else None

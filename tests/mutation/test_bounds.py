@@ -21,7 +21,7 @@ from vpipe.description.cut import Cut, balanced
 from vpipe.description.order import Order
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.schedules.prepare import described
+from vpipe.schedules.builder import described
 
 CONFIG = """\
 model: {name: gpt, hidden_size: 16, num_layers: 4, num_heads: 4, sequence_length: 8, vocab_size: 64}

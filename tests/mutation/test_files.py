@@ -21,8 +21,8 @@ from vpipe.description.order import Order
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.schedules import csv_format
+from vpipe.schedules.builder import described, proved
 from vpipe.schedules.csv_format import CsvFile
-from vpipe.schedules.prepare import described, proved
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),

@@ -36,10 +36,9 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile
 from vpipe.schedules.assignment import Layout
-from vpipe.schedules.builder import build
+from vpipe.schedules.builder import build, described, proved
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.lowering import lower
-from vpipe.schedules.prepare import described, proved
 
 NATIVE = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "num_heads": 4, "dropout": 0.1, "vocab_size": 64},

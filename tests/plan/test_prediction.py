@@ -22,8 +22,7 @@ from vpipe.schedules.assignment import Layout
 from vpipe.schedules.builder import build
 from vpipe.schedules.kinds import Op
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import peak_contents
-from vpipe.schedules.simulator.timeline import simulate
+from vpipe.schedules.simulator.timeline import peak_contents, simulate
 
 
 def equal(layers: int = 4, *, step_s: float = 0.0, cores: int | None = None) -> Profile:

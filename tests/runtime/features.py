@@ -39,8 +39,8 @@ from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
 from vpipe.schedules import kinds
-from vpipe.schedules.kinds import RecordedAction
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.trace import RecordedAction
 from vpipe.testing import ReferencePrecision, evaluate_oracle
 
 Words = Mapping[str, Any]

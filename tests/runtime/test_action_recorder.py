@@ -18,7 +18,8 @@ from vpipe.runtime import action_recorder as trace
 from vpipe.runtime import saved_tensors as kept
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.values import sizes_of
-from vpipe.schedules.kinds import Kind, Op, RecordedAction, RecordedEvaluation
+from vpipe.schedules.kinds import Kind, Op
+from vpipe.schedules.trace import RecordedAction, RecordedEvaluation
 
 SETTINGS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "stages": 3, "recompute": [0.5, 1.0, 0.0], "grad_clip": 0.5},

@@ -29,8 +29,8 @@ from vpipe.plan.stage_costs import SUM_BYTES, combined_memory
 from vpipe.profiling import RankGroup, measure
 from vpipe.runtime.action_recorder import labelled
 from vpipe.runtime.reducer import BUCKET_BYTES
-from vpipe.schedules.kinds import RecordedAction
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.trace import RecordedAction
 
 pytestmark = pytest.mark.jobs
 

@@ -13,7 +13,7 @@ from world import World
 
 from vpipe import Cut, Pipeline
 from vpipe.runtime.collectives import clock_offset
-from vpipe.schedules.kinds import RecordedAction
+from vpipe.schedules.trace import RecordedAction
 
 
 def recorded() -> dict[str, Any]:

@@ -10,18 +10,8 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules import kinds
-from vpipe.schedules.kinds import (
-    Action,
-    Op,
-    RecordedAction,
-    RecordedEvaluation,
-    backward,
-    forward,
-    input_half,
-    step,
-    use,
-    weight_half,
-)
+from vpipe.schedules.kinds import Action, Op, backward, forward, input_half, step, use, weight_half
+from vpipe.schedules.trace import RecordedAction, RecordedEvaluation
 
 ACTIONS = st.builds(Action, st.sampled_from(kinds.known()), st.integers(0, 9999), st.integers(0, 10**9))
 

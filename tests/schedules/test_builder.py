@@ -11,12 +11,12 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError
 from vpipe.schedules.assignment import Layout
-from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
+from vpipe.schedules.builder import build, build_evaluation, described, proved
 from vpipe.schedules.checker import channel_order, execute, matching, precedence
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.kinds import Op
 from vpipe.schedules.lowering import lower
-from vpipe.schedules.prepare import described, proved
+from vpipe.schedules.rewrites import reverse_backwards
 from vpipe.schedules.schedule import Schedule
 
 

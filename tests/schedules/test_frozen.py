@@ -9,12 +9,12 @@ from proved import prove
 
 from vpipe.errors import CheckError
 from vpipe.schedules.assignment import Layout
-from vpipe.schedules.builder import build, freeze
+from vpipe.schedules.builder import build, with_frozen
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.kinds import Action
-from vpipe.schedules.prepare import with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.rewrites import freeze
 from vpipe.schedules.simulator.timeline import simulate
 
 

@@ -15,7 +15,8 @@ from vpipe.schedules.builder import build, replica_views, stream_program
 from vpipe.schedules.kinds import Action, Op, forward
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule, StreamVersions
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.stream import StreamVersions
 
 
 def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,

@@ -15,13 +15,12 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.assignment import Assignment, Placement, both_ways, widened
-from vpipe.schedules.builder import build
+from vpipe.schedules.builder import build, described, proved
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import lower
-from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate

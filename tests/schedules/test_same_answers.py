@@ -21,12 +21,13 @@ import pytest
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.assignment import Placement, widened
-from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
+from vpipe.schedules.builder import build, build_evaluation
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.kinds import Action
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.rewrites import reverse_backwards
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 

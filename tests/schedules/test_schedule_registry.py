@@ -15,9 +15,9 @@ from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.assignment import Layout
+from vpipe.schedules.builder import described
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.kinds import Action, backward, forward, step
-from vpipe.schedules.prepare import described
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.testing import version_rule
 

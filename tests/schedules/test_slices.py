@@ -18,11 +18,10 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.solver.choice import placement_of_widths
 from vpipe.schedules import registry
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.builder import build
+from vpipe.schedules.builder import build, described, proved
 from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.kinds import Action, Op, backward, forward, step
-from vpipe.schedules.prepare import described, proved
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate

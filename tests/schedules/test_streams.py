@@ -15,10 +15,9 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
 from vpipe.errors import UserError
 from vpipe.schedules.assignment import Layout, Size
-from vpipe.schedules.builder import build
+from vpipe.schedules.builder import build, described
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.kinds import Action, Op
-from vpipe.schedules.prepare import described
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate

@@ -14,12 +14,13 @@ from proved import prove, texts
 from vpipe.errors import CheckError, UserError
 from vpipe.runtime.interpreter import RankPrograms
 from vpipe.schedules.assignment import Layout, Placement, widened
-from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
+from vpipe.schedules.builder import build, build_evaluation
 from vpipe.schedules.checker import check
 from vpipe.schedules.graph import Flow, other_ends
 from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import in_one_order, lower, post_in_time
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.rewrites import reverse_backwards
 from vpipe.schedules.schedule import Schedule
 from vpipe.testing import orders
 

@@ -11,13 +11,13 @@ from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import kept_bytes, pipeline_costs, stage_memory
-from vpipe.schedules.builder import build, freeze
+from vpipe.schedules.builder import build, described, placed, proved, with_frozen
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.kinds import HALF, KEPT, RECOMPUTED, SAVED, UPDATED
-from vpipe.schedules.prepare import described, placed, proved, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule, peak_contents
-from vpipe.schedules.simulator.timeline import SimulatedSteps, Timeline, lengthened, simulate_steps
+from vpipe.schedules.rewrites import freeze
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.timeline import SimulatedSteps, Timeline, lengthened, peak_contents, simulate_steps
 
 
 @dataclass(frozen=True)

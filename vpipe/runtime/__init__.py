@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vpipe.lazy import lazy
-from vpipe.schedules.prepare import prepare_schedule
+from vpipe.schedules.builder import prepare_schedule
 
 if TYPE_CHECKING:
     from vpipe.runtime import transport

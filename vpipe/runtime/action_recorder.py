@@ -20,7 +20,8 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.values import HELD, bytes_of, sizes_of
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.kinds import GATHERED, KEPT, Action, Kind, Needed, RecordedAction, RecordedEvaluation, Value
+from vpipe.schedules.kinds import GATHERED, KEPT, Action, Kind, Needed, Value
+from vpipe.schedules.trace import RecordedAction, RecordedEvaluation
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""

@@ -32,7 +32,7 @@ from vpipe.runtime.surroundings import Surroundings, set_aside
 from vpipe.runtime.training import Training
 from vpipe.runtime.transport.process_group import is_ordered, tensor_groups
 from vpipe.runtime.worker import Worker, check_runnable
-from vpipe.schedules.prepare import with_frozen
+from vpipe.schedules.builder import with_frozen
 from vpipe.schedules.schedule import Schedule
 
 

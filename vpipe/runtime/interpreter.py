@@ -20,12 +20,14 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import Assignment, Setting, TiedVersionOf
-from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
+from vpipe.schedules.builder import build_evaluation, replica_views, stream_program
 from vpipe.schedules.graph import Flow, OnRank
 from vpipe.schedules.kinds import Action
-from vpipe.schedules.lowering import Lowering, StreamOrder, TransferOrder, in_one_order, lower
+from vpipe.schedules.lowering import Lowering, TransferOrder, in_one_order, lower
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule, StreamVersions
+from vpipe.schedules.rewrites import without_backwards
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.stream import StreamOrder, StreamVersions
 
 MIDDLE = "the middle of an update: its stages are at different versions"
 

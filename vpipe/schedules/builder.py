@@ -1,20 +1,203 @@
-"""Build a schedule from its registered name: call the generator for every rank and translate its actions."""
+"""Build the schedule that a description asks for, by name or as a file: place it, generate it, lower it, prove it.
+
+The generator is called for every rank, and its actions are translated: a rank may hold a replica of a stage.
+"""
 
 from __future__ import annotations
 
-import inspect
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from vpipe.errors import Problem, UserError, VpipeError, counted
-from vpipe.schedules.assignment import Assignment, Placement, Size, default_warmup, stages_of_rank
+from vpipe.description.cut import Cut, StageSpec, ties_between
+from vpipe.description.execution import Execution
+from vpipe.description.order import Order, is_path
+from vpipe.errors import Problem, UserError, counted
+from vpipe.schedules.assignment import Assignment, Placement, Size, default_warmup, passes, stages_of_rank
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.kinds import SAVED, UPDATE, Action, Op, forward
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.kinds import SAVED, UPDATE, Action, forward
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import Limits, RegisteredSchedule
+from vpipe.schedules.rewrites import freeze, recompute_early, reverse_backwards, with_recompute
 from vpipe.schedules.schedule import Schedule, peak
+
+
+class Divisible(Protocol):
+    """What has layers: a model."""
+
+    def split(self, partition: Sequence[int]) -> Sequence[StageSpec]:
+        """Return the stages of so many layers each."""
+
+
+def prepare_schedule(model: Divisible | None, cut: Cut, order: Order, microbatches: int, execution: Execution, *,
+                     needs_norms: bool, zero1: bool = False, ranks: int | None = None,
+                     proved: bool = False) -> Schedule:
+    """Return the lowered and proved schedule that a pipeline of these parts runs.
+
+    Args:
+        model: None where only the ranks matter: then the schedule exchanges no weights that stages share.
+        cut: with the layers of every stage.
+        needs_norms: whether an update depends on the norms of gradients.
+        zero1: whether each replica of a stage steps a part of its parameters.
+        ranks: how many processes there are; None where the schedule says it.
+        proved: whether another process proves the same schedule at the same time.
+
+    Raises:
+        UserError: the parts do not fit each other.
+    """
+    if execution.threaded and (refused := RegisteredSchedule.threads_refused(order.schedule)):
+        raise UserError(f"the executor is {execution.executor}, {refused[0]}", hint=refused[1])
+    found = {} if model is None else ties_between(model.split(cut.partition))
+    ties = {owner: tuple(borrowers) for owner, borrowers in found.items()}
+    schedule = described(order, cut, microbatches, ranks, ties, meshed=execution.mesh is not None)
+    if execution.threaded:
+        schedule = reverse_backwards(schedule)
+    if execution.data is not None and not schedule.flush:
+        raise UserError(f"'{schedule.name}' has no flush, but weights that fully_shard divides have one version",
+                        hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
+    # Without a flush a stage knows its norms by itself, unless each replica has a part of them.
+    schedule = lower(schedule, needs_norms and (schedule.flush or zero1), execution.data is not None, zero1)
+    if not proved:
+        check(schedule)
+    if execution.backend is not None and schedule.split_backwards:
+        raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
+                        "and a compiled layer shows none",
+                        hint="choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile")
+    if execution.backend is not None and schedule.offloaded_stages:
+        raise UserError(f"'{schedule.name}' offloads activations, and a compiled layer saves its own way",
+                        hint="leave OFFLOAD out of the schedule, or do not compile")
+    return replace(schedule)  # without its graph, which takes more memory than the actions
+
+
+def described(order: Order, cut: Cut, microbatches: int, processes: int | None = None,
+              ties: Mapping[int, tuple[int, ...]] | None = None, *, meshed: bool = False) -> Schedule:
+    """Return the schedule that a description asks for, of compute actions; of a stream the part that proves it.
+
+    Args:
+        microbatches: per batch.
+        processes: how many there are; as many as the schedule has ranks when None.
+        ties: stages that borrow a stage's tied weights, by owning stage.
+        meshed: the processes are those along a dimension of a mesh.
+
+    Raises:
+        UserError: the numbers do not fit each other or the schedule.
+    """
+    for name, value, most in (
+            ("stages", cut.count, Schedule.MOST_STAGES), ("chunks", order.chunks, Schedule.MOST_STAGES),
+            ("ranks", cut.ranks, Schedule.MOST_RANKS), ("microbatches", microbatches, Schedule.MOST_MICROBATCHES),
+            ("slices", order.slices, Schedule.MOST_MICROBATCHES),
+            ("update_every", order.update_every, Schedule.MOST_MICROBATCHES)):
+        if isinstance(value, int) and value > most:  # before any list is made of them
+            raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
+    if is_path(order.schedule):
+        schedule = CsvFile.ordered(order, cut, microbatches)
+        _check_ranks(schedule.placement, order, cut, processes, meshed)
+        if schedule.microbatches % schedule.assignment.per_step:
+            raise UserError(f"'{order.schedule}' has {schedule.microbatches} microbatches, but its stages make whole "
+                            f"updates together only every {schedule.assignment.per_step}",
+                            hint=f"use a multiple of {schedule.assignment.per_step} microbatches")
+        return recompute_early(replace(schedule, ties=dict(ties or {})).compute_only(), cut.recomputing)
+    registered = RegisteredSchedule.named(order.schedule)
+    registered.check_chunks(order.chunks)
+    slices = order.slices or 1
+    registered.check_slices(slices)
+    placement = placed(registered, order, cut, processes, meshed=meshed)
+    views = replica_views(registered, placement, microbatches, order.update_every, order.warmup)
+    size, why = views[placement[0][0]].size, ""
+    if not registered.flush:
+        # The part of a stream that is proved: see vpipe.schedules.checker.check.
+        per_step = Assignment(placement, size.update_every, False, lambda microbatch: True).per_step
+        deepest = max(size.stages, size.ranks, *(view.warmup + 1 for view in views)) * max(map(len, placement))
+        microbatches = 4 * -(-deepest // per_step) * per_step
+        why = f", which prove a stream of '{registered.name}',"
+    Schedule.check_work(len(views), microbatches * slices, passes(placement, placement[0][0]),
+                        replicated=max(map(len, placement)) > 1, why=why)
+    return build(order.schedule, placement, microbatches, None if registered.flush else size.update_every, ties,
+                 cut.recomputing, warmup=order.warmup, slices=slices)
+
+
+def placed(registered: RegisteredSchedule, order: Order, cut: Cut, processes: int | None = None, *,
+           meshed: bool = False) -> Placement:
+    """Return the ranks of every stage: those that the cut lists, or as the schedule places so many stages.
+
+    Raises:
+        UserError: the ranks are not numbered without a gap, or are others than the processes.
+    """
+    placement = cut.placement or registered.placement_of(cut.count, order.chunks, cut.replicas, processes)
+    _check_ranks(placement, order, cut, processes, meshed)
+    return placement
+
+
+def _check_ranks(placement: Placement, order: Order, cut: Cut, processes: int | None, meshed: bool) -> None:
+    """Refuse a placement whose ranks are not numbered, or are others than the processes."""
+    used = sorted({rank for ranks in placement for rank in ranks})
+    given = [list(ranks) for ranks in placement]
+    if empty := [stage for stage, ranks in enumerate(placement) if not ranks]:
+        raise UserError(f"the placement {given} gives stage {empty[0]} no rank",
+                        hint="list the ranks of every stage, at least one")
+    if len(placement) != cut.count:
+        raise UserError(f"the placement {given} is one of {counted(len(placement), 'stage')}, but there are "
+                        f"{cut.count}", hint="list the ranks of every stage")
+    if used[0] < 0:
+        raise UserError(f"the placement {given} names rank {used[0]}", hint="number the ranks from 0 without a gap")
+    if (missing := next((number for number, rank in enumerate(used) if number != rank), None)) is not None:
+        raise UserError(f"the placement {given} names ranks up to {used[-1]}, but never rank {missing}",
+                        hint="number the ranks from 0 without a gap")
+    for rank in used if order.chunks is not None else ():
+        if order.chunks != (count := passes(placement, rank)):
+            raise UserError(f"chunks is {order.chunks}, but the placement puts {counted(count, 'stage')} on "
+                            f"rank {rank}", hint="leave chunks out: it follows from the placement")
+    if processes is None or processes == len(used):
+        return
+    there, start = counted(processes, "process"), f"start {counted(len(used), 'process')}"
+    if meshed:
+        there = f"{counted(processes, 'rank')} along 'pp' of the mesh"
+        start = f"give 'pp' {counted(len(used), 'rank')}"
+    widths = [len(ranks) for ranks in placement]
+    if max(widths) > 1:
+        raise UserError(f"{there} for {counted(len(used), 'rank')}: the stages have "
+                        f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
+    per_rank = cut.count // len(used)
+    more = "" if meshed or processes % len(used) else (
+        "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has "
+        f"{counted(len(used), 'rank')}")
+    raise UserError(f"{there} for {counted(cut.count, 'stage')}, of which '{order.schedule}' holds "
+                    f"{per_rank} on each rank",
+                    hint=f"{start}, or cut the model into {counted(processes * per_rank, 'stage')}{more}")
+
+
+def proved(schedule: Schedule, *exchanges: bool) -> Schedule:
+    """Return a schedule of compute actions lowered for ``exchanges`` (:func:`~.lowering.lower`), and proved.
+
+    Raises:
+        CheckError: a rule is broken.
+    """
+    lowered = lower(schedule, *exchanges)
+    check(lowered)
+    return lowered
+
+
+def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]] | None = None) -> Schedule:
+    """Return a lowered schedule for a pipeline whose first ``frozen`` stages train nothing, lowered and proved again.
+
+    What knows that only when the stages are built prepares a schedule without it. One that divides weights over lanes,
+    or has actions of packages, which may need a gradient, keeps its backwards: those of such stages are empty.
+
+    Args:
+        ties: borrowing stages by owning stage, of weights that are trained; None where they are as they were.
+    """
+    at, kept = lowered.setting, dict(lowered.ties)
+    kept = kept if ties is None else {owner: tuple(borrowers) for owner, borrowers in ties.items()}
+    if at.sharded or not all(kind.is_own for kind in lowered.kinds):
+        frozen = 0
+    if not frozen and kept == lowered.ties:
+        return lowered
+    schedule = proved(replace(freeze(lowered.compute_only(), frozen), ties=kept), at.normed, at.sharded, at.zero1)
+    return replace(schedule)  # without its graph
 
 
 def build(name: str, placement: Placement | int, microbatches: int, update_every: int | None = None,
@@ -45,12 +228,11 @@ def build(name: str, placement: Placement | int, microbatches: int, update_every
         placement = registered.placement(placement, chunks)
     if isinstance(placement, int):
         assert registered.search is not None
-        found = registered.search(placement, microbatches, costs, limits, chunks=chunks)
-        made = found.with_programs([list(with_recompute(program, recompute)) for program in found.programs])
+        made = recompute_early(registered.search(placement, microbatches, costs, limits, chunks=chunks), recompute)
     elif registered.search is not None:
         views = replica_views(registered, placement, microbatches, update_every, warmup, slices)
-        made = _searched(registered, placement, views, microbatches, recompute,
-                         costs(placement) if callable(costs) else costs, limits)
+        own = costs(placement) if callable(costs) else costs
+        made = recompute_early(_searched(registered, placement, views, microbatches, own, limits), recompute)
     elif limits is not None:
         raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
@@ -74,7 +256,8 @@ def outline(name: str, placement: Placement, microbatches: int, update_every: in
     def program(rank: int) -> Iterator[Action]:
         if not registered.flush:
             return stream_program(registered, views[rank], outlined.assignment, recompute)
-        return with_recompute(views[rank].translated(_generated(registered, views[rank])), recompute)
+        generated = views[rank].translated(registered.generate(views[rank].rank, views[rank].size))
+        return with_recompute(generated, recompute) if recompute else generated
 
     outlined = Schedule(
         name, placement, ((),) * len(views), indices, indices if registered.flush else views[0].size.update_every,
@@ -176,7 +359,8 @@ def stream_program(registered: RegisteredSchedule, view: ReplicaView, assignment
     stages = stages_of_rank(assignment.placement, view.home)
     completed, stepped = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     latest = -1  # that is known to exist
-    for action in with_recompute(view.translated(_generated(registered, view.endless())), recompute):
+    generated = view.translated(registered.generate(view.rank, view.endless().size))
+    for action in with_recompute(generated, recompute) if recompute else generated:
         needed = _needed(action, assignment)
         if needed <= latest or assignment.has_microbatch(needed):
             latest = max(latest, needed)
@@ -229,7 +413,7 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
                   for position in range(len(widths))) if shared else default_warmup(widths)
     depth = max(after) + 1
     ahead = after if warmup is None or not registered.any_warmup else tuple(warmup)
-    every = _update_every(registered, max(ahead) + 1, microbatches, update_every, ahead == after)
+    every = registered.updates_every(microbatches, update_every, max(ahead) + 1, ahead == after)
     views: dict[int, ReplicaView] = {}
     by_rank = dict(zip(own_ranks, ahead, strict=True))
     own_ahead = tuple(by_rank[rank] for rank in range(depth)) if even else ()
@@ -247,13 +431,6 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
                     f"for each of the {len(group)} replicas, {problem.hint}")])
             views[rank] = ReplicaView(own_rank, size, stages, replica, len(group), rank, shared)
     return tuple(views[rank] for rank in sorted(views))
-
-
-def check_no_warmup(file: str, warmup: Sequence[int] | None) -> None:
-    """Refuse forwards before the first backward for a schedule that is read from a file."""
-    if warmup is not None:
-        raise UserError(f"warmup_depth is {list(warmup)}, but '{file}' says the order of its actions",
-                        hint="leave warmup_depth out, or take a schedule by its name")
 
 
 def _groups(registered: RegisteredSchedule, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:
@@ -304,77 +481,8 @@ def _matched(placement: Placement, own: Placement) -> dict[int, tuple[int, ...]]
     return found if len(everyone) == len(set(everyone)) else None
 
 
-def _update_every(registered: RegisteredSchedule, depth: int, microbatches: int, update_every: int | None,
-                  default: bool) -> int:
-    """Return the microbatches per update, and replica; the fewest that the schedule can have when None.
-
-    Args:
-        depth: the most microbatches in flight at a stage: as many as ranks in a row by ``default``.
-    """
-    if registered.flush:
-        if update_every not in (None, microbatches):
-            raise UserError(f"update_every is {update_every}, but '{registered.name}' updates once per batch of "
-                            f"{counted(microbatches, 'microbatch')}", hint="leave update_every out, or choose a "
-                            f"schedule without a flush, such as {RegisteredSchedule.DEFAULT_ASYNCHRONOUS}")
-        return microbatches
-    least = registered.update_every(depth)
-    fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]
-    where = f"on {counted(depth, 'rank')}" if default else f"with {counted(depth, 'microbatch')} in flight at a stage"
-    if not fitting:
-        raise UserError(f"'{registered.name}' {where} updates every {least} microbatches or more, "
-                        f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or "
-                        + ("fewer ranks" if default else "a lower warmup_depth"))
-    every = fitting[0] if update_every is None else update_every
-    if every not in fitting:
-        why = (f"is less than the {least} that '{registered.name}' needs {where}" if 0 < every < least
-               else f"does not divide {counted(microbatches, 'microbatch')}")
-        raise UserError(f"update_every is {every}, which {why}", hint=f"choose one of {fitting}")
-    return every
-
-
-def _generated(registered: RegisteredSchedule, view: ReplicaView) -> Iterator[Action]:
-    """Yield what the generator of a schedule yields for a view.
-
-    Raises:
-        UserError: the generator takes other arguments, fails, or yields something that is no action.
-    """
-    rank, size = view.rank, view.size
-    arguments = {"rank": rank, "ranks": size.ranks, "microbatches": size.microbatches}
-    options: dict[str, object] = {"chunks": size.chunks} if registered.any_chunks else {}
-    if not registered.flush:
-        options["update_every"] = size.update_every
-    if registered.any_warmup:
-        options["warmup"] = size.warmup
-    if registered.sliced:
-        options["slices"] = size.slices
-    try:
-        inspect.signature(registered.program).bind(*arguments.values(), **options)
-    except TypeError as error:
-        names = ", ".join((*arguments, *options))
-        raise UserError(f"schedule '{registered.name}' does not take {names}: {error}",
-                        hint=f"define its generator with the parameters ({names})") from error
-    hint = "yield actions: forward(stage, microbatch), backward(stage, microbatch), step(stage, update), ..."
-    try:
-        actions = registered.program(*arguments.values(), **options)
-        if not isinstance(actions, Iterable):
-            raise UserError(f"schedule '{registered.name}' gives {actions!r} for rank {rank}, not actions", hint=hint)
-        for action in actions:
-            if not isinstance(action, Action):
-                raise UserError(f"schedule '{registered.name}' yields {action!r} on rank {rank}, which is no Action",
-                                hint=hint)
-            yield action
-    except VpipeError:
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"schedule '{registered.name}' fails on rank {rank} of {size.ranks} with "
-                        f"{counted(size.microbatches, 'microbatch')}: {type(error).__name__}: {error}",
-                        hint="mend its generator, or refuse such sizes with requires",
-                        where=f"{place.filename}:{place.lineno}") from error
-
-
 def _searched(registered: RegisteredSchedule, placement: Placement, views: Sequence[ReplicaView], microbatches: int,
-              recompute: Collection[int], costs: Costs | None, limits: Limits) -> Schedule:
+              costs: Costs | None, limits: Limits) -> Schedule:
     """Search an order for one replica of every stage, and give it to all replicas."""
     assert registered.search is not None
     groups = sorted(set(placement))  # so that an unreplicated rank keeps the number that costs and limits know
@@ -384,69 +492,8 @@ def _searched(registered: RegisteredSchedule, placement: Placement, views: Seque
     programs, peaks = [], []
     for rank, view in enumerate(views):
         order = orders[view.size.microbatches]
-        programs.append(tuple(with_recompute(view.translated(order.programs[position[rank]]), recompute)))
+        programs.append(tuple(view.translated(order.programs[position[rank]])))
         peaks.append(order.peak_activations[position[rank]])
     first = orders[views[placement[0][0]].size.microbatches]
     return replace(first, placement=placement, programs=tuple(programs), microbatches=microbatches,
                    update_every=microbatches, peak_activations=tuple(peaks))
-
-
-def with_recompute(program: Iterable[Action], stages: Collection[int]) -> Iterator[Action]:
-    """Yield the program with early recomputation: an R right before every backward (B or I) of ``stages``.
-
-    A backward waits for its gradient where a rank has to wait. An R before it needs no gradient and fills that time.
-    Any earlier place would hold the activations of one more microbatch. Backwards that have an R keep it.
-    """
-    if not stages:
-        yield from program
-        return
-    recomputed: set[tuple[int, int]] = set()
-    for action in program:
-        key = action.stage, action.index
-        if action.op is Op.RECOMPUTE:
-            recomputed.add(key)
-        elif action.op.returns and action.stage in stages and key not in recomputed:
-            yield Action(Op.RECOMPUTE, *key)
-        yield action
-
-
-def without_backwards(program: Iterable[Action], frozen: int) -> Iterator[Action]:
-    """Yield a program in which the first ``frozen`` stages, which train nothing, take microbatches forward only."""
-    return (action for action in program
-            if action.stage >= frozen or not action.op.per_microbatch or action.op.uses_version)
-
-
-def freeze(schedule: Schedule, frozen: int) -> Schedule:
-    """Return a schedule that is not lowered yet for a pipeline whose first ``frozen`` stages train nothing."""
-    return replace(schedule, frozen=frozen, programs=tuple(tuple(without_backwards(program, frozen))
-                                                           for program in schedule.programs))
-
-
-def reverse_backwards(schedule: Schedule) -> Schedule:
-    """Return a schedule that is not lowered yet with the backwards of every rank from the last microbatch to the first.
-
-    ::
-
-        rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B3 -- B2 -- B1 -- B0 -S
-        rank 1  .  F0 F1 F2 F3 .  .  .  B3 -- B2 -- B1 -- B0 -S
-        rank 2  .  .  F0 F1 F2 F3 B3 -- B2 -- B1 -- B0 -S
-
-    Executors whose forwards run in threads have this order. It has GPipe's bubble and peak. The tensors of the last
-    forward are still in the caches, and autograd frees its memory in the reverse of the order in which it took it.
-
-    Raises:
-        UserError: a rank has a forward after a backward, or backwards in halves.
-    """
-    programs = []
-    for program in schedule.programs:
-        backwards = [action for action in program if action.op is Op.BACKWARD or action.op is Op.RECOMPUTE]
-        first = program.index(backwards[0]) if backwards else len(program)
-        steps = program[first + len(backwards):]
-        if any(action.op.counts != UPDATE for action in steps):
-            raise UserError(f"'{schedule.name}' cannot run its backwards from the last microbatch to the first",
-                            hint="they must follow all forwards of a rank, as in "
-                                 f"{' or '.join(RegisteredSchedule.with_reversible_backwards())}")
-        # The sort is stable: a recomputation stays right before its backward.
-        backwards.sort(key=lambda action: -action.index)
-        programs.append([*program[:first], *backwards, *steps])
-    return schedule.with_programs(programs)

@@ -17,12 +17,13 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, takewhile
 from pathlib import Path
 
-from vpipe.description.order import is_path
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order, is_path
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
 from vpipe.schedules import kinds
@@ -99,6 +100,34 @@ class CsvFile:
         except (OSError, ValueError):
             return _read(Path(path))  # its error explains the path
         return _read_once(os.fspath(path), state.st_mtime_ns, state.st_size)
+
+    @classmethod
+    def ordered(cls, order: Order, cut: Cut, microbatches: int) -> Schedule:
+        """Read the schedule in the file that an order names.
+
+        Raises:
+            UserError: the file cannot be read, or has other numbers than these.
+        """
+        file, update_every = order.schedule, order.update_every
+        schedule = replace(cls.read(file).schedule, slices=order.slices or 1)
+        for word, asked, there in (("stages", cut.count, schedule.stages),
+                                   ("microbatches" if schedule.slices == 1 else "slices",
+                                    microbatches * schedule.slices, schedule.microbatches),
+                                   ("microbatches per update", update_every or schedule.update_every,
+                                    schedule.update_every)):
+            if asked != there:
+                raise UserError(f"'{file}' is a schedule of {there} {word}, not {asked}",
+                                hint=f"use {there} {word}, or another schedule")
+        if order.warmup is not None:
+            raise UserError(f"warmup_depth is {list(order.warmup)}, but '{file}' says the order of its actions",
+                            hint="leave warmup_depth out, or take a schedule by its name")
+        if cut.replicas > 1:
+            raise UserError(f"{cut.replicas} replicas of the pipeline, but '{file}' says which ranks "
+                            "there are", hint="leave the replicas out, or take a schedule by its name")
+        if cut.placement not in (None, schedule.placement):
+            raise UserError(f"'{file}' places the stages as {[list(r) for r in schedule.placement]}, not as "
+                            f"{[list(r) for r in cut.placement or ()]}", hint="leave the placement out")
+        return schedule
 
 
 @lru_cache(maxsize=8)

@@ -7,13 +7,13 @@ as a stream is. Both know of no kind: what they say follows from the rows of :mo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from vpipe.errors import UserError
 from vpipe.schedules import kinds
-from vpipe.schedules.assignment import Assignment, Placement, Setting
-from vpipe.schedules.kinds import EXCHANGED, PART, SUM, Action, Kind, Needed, Value, with_exchanges
+from vpipe.schedules.assignment import Setting
+from vpipe.schedules.kinds import EXCHANGED, PART, Action, Kind, Needed, Value
 
 Spot = tuple[int, int]
 """The place of an action: (rank, position in its program). The position after the last action is the end."""
@@ -275,50 +275,3 @@ class Flow:
             self._arrived.update((value, stage + offset, index, rank) for value, offset in op.makes
                                  if value.homes is not None and value.carrier is None and value is not PART)
         return ()
-
-
-class Dependencies:
-    """Tell of executed actions which value of which other action each of them needed.
-
-    A value is a key: that of the action that made it equals that of the actions that needed it.
-
-    Args:
-        placement: the ranks of every stage.
-        update_every: microbatches per update with a flush; per update and replica without.
-        flush: the pipeline is empty at every update.
-        present: the kinds of the actions.
-        slices: of every microbatch; then the number of microbatches of an update counts slices.
-
-    Attributes:
-        assignment: the microbatches of every rank and update, of which there is no last.
-    """
-
-    def __init__(self, placement: Placement, update_every: int, flush: bool, present: Collection[Kind],
-                 slices: int = 1) -> None:
-        self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0, slices=slices)
-        # A simulated sum is a transfer, no action.
-        plain = Setting(self.assignment, is_lowered=any(SUM in kind.made for kind in present))
-        self._setting = with_exchanges(plain, present)
-
-    def made(self, action: Action) -> list[Hashable]:
-        """Return the values that an action made; a send of an update or a version, what it sent."""
-        op, stage, index = action
-        if op.transfer is not None and op.sends and not op.per_microbatch:
-            return [(op.transfer.value, stage, index)]
-        return [(value, stage + offset, self.assignment.update_of(stage, index) if value is PART else index)
-                for value, offset in op.makes]
-
-    def needed(self, action: Action, rank: int) -> list[Hashable]:
-        """Return the values that an action needed on a rank and that others may have made."""
-        op, stage, index = action
-        return [needed for needed in op.needs(self._setting, stage, index, rank) if needed[0].homes is not None]
-
-    def transferred(self, action: Action) -> tuple[Hashable, bool] | None:
-        """Return the value of a microbatch that an action sent, or needed of another rank; and whether it sent it."""
-        op, stage, index = action
-        if not op.per_microbatch or op.receives:
-            return None
-        if op.transfer is not None:
-            return (op.transfer.value, stage + op.transfer.value_offset, index), True
-        used = [needed for needed in op.needs(self._setting, stage, index, 0) if needed[0].carrier is not None]
-        return (used[0], False) if used else None

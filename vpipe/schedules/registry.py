@@ -7,17 +7,19 @@ the group ``vpipe.schedules`` that points to the module with the decorated gener
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from typing import ClassVar
 
 import vpipe.schedules.generators
 from vpipe.description.order import Order
-from vpipe.errors import Problem, UserError, counted
+from vpipe.errors import Problem, UserError, VpipeError, counted
 from vpipe.plugins import PluginGroup
-from vpipe.schedules.assignment import Layout, Placement, PlacementRule, Size, default_warmup
+from vpipe.schedules.assignment import Layout, Placement, PlacementRule, Size, default_warmup, widened
 from vpipe.schedules.costs import Number
 from vpipe.schedules.kinds import Action
 from vpipe.schedules.schedule import Schedule
@@ -172,7 +174,7 @@ class RegisteredSchedule:
     def threads_refused(cls, schedule: str) -> tuple[str, str] | None:
         """Return why an executor whose forwards run in threads cannot run a schedule, and what to do instead.
 
-        None when it can: if the backwards may be reversed (:func:`vpipe.schedules.builder.reverse_backwards`).
+        None when it can: if the backwards may be reversed (:func:`vpipe.schedules.rewrites.reverse_backwards`).
         """
         found = cls.find(schedule)
         if found is not None and found.reversible:
@@ -196,6 +198,32 @@ class RegisteredSchedule:
                             f"{counted(ranks, 'rank')} as {list(map(list, placement))}",
                             hint="let it return the ranks of every stage, numbered from 0, and leave out no rank")
         return placement
+
+    def placement_of(self, stages: int, chunks: int | None, replicas: int, processes: int | None) -> Placement:
+        """Return the ranks of so many stages with so many replicas of each.
+
+        Args:
+            chunks: stages per rank; when None, as many as follow from the processes, or as it has by default.
+
+        Raises:
+            UserError: the numbers do not fit each other.
+        """
+        if processes is not None and processes % replicas:
+            raise UserError(f"{counted(processes, 'process')} for {counted(replicas, 'replica')} of the pipeline",
+                            hint=f"start a multiple of {counted(replicas, 'process')}")
+        if chunks is None:
+            fitting = self.any_chunks and processes is not None and stages % (processes // replicas) == 0
+            chunks = stages // (processes // replicas) if fitting and processes else self.chunks
+        ranks, left = divmod(stages, chunks)
+        if left:
+            low, high = ranks * chunks, (ranks + 1) * chunks
+            raise UserError(f"'{self.name}' holds {chunks} stages on each rank, which do not divide "
+                            f"{counted(stages, 'stage')}",
+                            hint=f"use {f'{low} or ' if low else ''}{high} stages")
+        if ranks * replicas > Schedule.MOST_RANKS:
+            raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
+                            hint=f"use {Schedule.MOST_RANKS:,} ranks at most")
+        return widened(self.placement(ranks, chunks), replicas)
 
     def places_copies(self, stages: int) -> bool:
         """Tell whether it places several copies of a stage, even without replicas."""
@@ -256,6 +284,75 @@ class RegisteredSchedule:
             else:
                 what += f", {depth - low} more than it needs, but a stage behind it does more in addition"
             raise UserError(f"warmup_depth is {given}: {what}", hint=f"use {fitting}, the nearest depths that fit")
+
+    def updates_every(self, microbatches: int, update_every: int | None, depth: int, default: bool) -> int:
+        """Return the microbatches per update, and replica; the fewest that it can have when None.
+
+        Args:
+            depth: the most microbatches in flight at a stage: as many as ranks in a row by ``default``.
+
+        Raises:
+            UserError: it cannot update every so many.
+        """
+        if self.flush:
+            if update_every not in (None, microbatches):
+                raise UserError(f"update_every is {update_every}, but '{self.name}' updates once per batch of "
+                                f"{counted(microbatches, 'microbatch')}", hint="leave update_every out, or choose a "
+                                f"schedule without a flush, such as {self.DEFAULT_ASYNCHRONOUS}")
+            return microbatches
+        least = self.update_every(depth)
+        fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]
+        where = f"on {counted(depth, 'rank')}" if default else \
+            f"with {counted(depth, 'microbatch')} in flight at a stage"
+        if not fitting:
+            raise UserError(f"'{self.name}' {where} updates every {least} microbatches or more, "
+                            f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or "
+                            + ("fewer ranks" if default else "a lower warmup_depth"))
+        every = fitting[0] if update_every is None else update_every
+        if every not in fitting:
+            why = (f"is less than the {least} that '{self.name}' needs {where}" if 0 < every < least
+                   else f"does not divide {counted(microbatches, 'microbatch')}")
+            raise UserError(f"update_every is {every}, which {why}", hint=f"choose one of {fitting}")
+        return every
+
+    def generate(self, rank: int, size: Size) -> Iterator[Action]:
+        """Yield the actions of a rank of a pipeline of that size.
+
+        Raises:
+            UserError: the generator takes other arguments, fails, or yields something that is no action.
+        """
+        arguments = {"rank": rank, "ranks": size.ranks, "microbatches": size.microbatches}
+        options: dict[str, object] = {"chunks": size.chunks} if self.any_chunks else {}
+        if not self.flush:
+            options["update_every"] = size.update_every
+        if self.any_warmup:
+            options["warmup"] = size.warmup
+        if self.sliced:
+            options["slices"] = size.slices
+        try:
+            inspect.signature(self.program).bind(*arguments.values(), **options)
+        except TypeError as error:
+            names = ", ".join((*arguments, *options))
+            raise UserError(f"schedule '{self.name}' does not take {names}: {error}",
+                            hint=f"define its generator with the parameters ({names})") from error
+        hint = "yield actions: forward(stage, microbatch), backward(stage, microbatch), step(stage, update), ..."
+        try:
+            actions = self.program(*arguments.values(), **options)
+            if not isinstance(actions, Iterable):
+                raise UserError(f"schedule '{self.name}' gives {actions!r} for rank {rank}, not actions", hint=hint)
+            for action in actions:
+                if not isinstance(action, Action):
+                    raise UserError(f"schedule '{self.name}' yields {action!r} on rank {rank}, which is no Action",
+                                    hint=hint)
+                yield action
+        except VpipeError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(f"schedule '{self.name}' fails on rank {rank} of {size.ranks} with "
+                            f"{counted(size.microbatches, 'microbatch')}: {type(error).__name__}: {error}",
+                            hint="mend its generator, or refuse such sizes with requires",
+                            where=f"{place.filename}:{place.lineno}") from error
 
 
 PLUGINS = PluginGroup("vpipe.schedules", "schedule")

@@ -12,27 +12,15 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cache, cached_property
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from vpipe.description.cut import Placement
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.assignment import Assignment, Setting, default_warmup, describe_rank, passes, stages_of_rank
-from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.costs import Number
 from vpipe.schedules.graph import Graph, Spot
-from vpipe.schedules.kinds import (
-    HALF,
-    KEPT,
-    RECOMPUTED,
-    SAVED,
-    UPDATED,
-    Action,
-    Kind,
-    Needed,
-    Value,
-    with_exchanges,
-)
+from vpipe.schedules.kinds import HALF, KEPT, RECOMPUTED, SAVED, UPDATED, Action, Kind, Needed, Value, with_exchanges
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many
@@ -352,10 +340,6 @@ def _window(row: Sequence[str], middle: int) -> list[str]:
 SizeOf = Callable[[Value, int, int], Number]
 """The size of a value of a stage and an index while it is held."""
 
-_REMEMBERED = 4096
-"""Microbatches whose versions are remembered: far more than are ever in flight."""
-
-
 @dataclass(slots=True)
 class VersionRegister:
     """The versions of a stage on one rank: the number of the latest, 0 at first, and the chosen one."""
@@ -382,31 +366,6 @@ def versions_used(program: Iterable[Action]) -> Iterator[tuple[int, int, int]]:
             yield action.stage, action.index, registers[action.stage].in_use
         elif action.op.touches_versions:
             registers[action.stage].follow(action)
-
-
-class StreamVersions:
-    """Look up the versions that microbatches use in programs that are read no further than necessary.
-
-    Args:
-        compute: returns the compute program of a rank, from its beginning.
-    """
-
-    def __init__(self, assignment: Assignment, compute: Callable[[int], Iterable[Action]]) -> None:
-        self._assignment, self._compute = assignment, compute
-        self._coming: dict[int, Iterator[tuple[int, int, int]]] = {}  # by rank
-        self._used: dict[tuple[int, int], int] = {}  # by stage and microbatch
-
-    def of(self, stage: int, microbatch: int) -> int:
-        """Return the version that the forward of a microbatch uses."""
-        rank = self._assignment.rank_of(stage, microbatch)
-        while (stage, microbatch) not in self._used:
-            if rank not in self._coming:
-                self._coming[rank] = versions_used(self._compute(rank))
-            other, number, version = next(self._coming[rank])
-            self._used[other, number] = version
-            if len(self._used) > _REMEMBERED:
-                del self._used[next(iter(self._used))]
-        return self._used[stage, microbatch]
 
 
 @dataclass(frozen=True)
@@ -479,18 +438,6 @@ def peak(program: Iterable[Action], *values: Value, frozen: int = 0) -> int:
     return int(max(moment.size for moment in moments(program, count_of(*values), frozen)))
 
 
-def bytes_in(program: Sequence[Action], costs: Costs) -> SizeOf:
-    """Return a size function for the bytes of what a program holds."""
-    early, recomputing = recomputations(program), [replace(cost, recompute_s=1) for cost in costs.stages]
-
-    @cache
-    def size(value: Value, stage: int, is_early: bool) -> Number:
-        number = value.bytes((recomputing if is_early else costs.stages)[stage])
-        return Fraction(number) if isinstance(number, float) else number  # so that running sums come back to 0
-
-    return lambda value, stage, index: size(value, stage, (stage, index) in early)
-
-
 class Moment(NamedTuple):
     """What a rank holds once an action has changed it.
 
@@ -545,14 +492,3 @@ def moments(program: Iterable[Action], size: SizeOf, frozen: int = 0, versions: 
             if count:
                 held[key] = count
         yield Moment(position, op.memory is not None and bool(op.memory.takes), held, total)
-
-
-def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs,
-                  frozen: int = 0) -> Counter[tuple[Value, int]]:
-    """Return how many values of each stage a rank holds at the first moment when it holds most bytes."""
-    most: Number = -1
-    fullest: Mapping[Needed, int] = {}
-    for moment in moments(program, bytes_in(program, costs), frozen, stages):
-        if moment.size > most:
-            most, fullest = moment.size, dict(moment.held)
-    return Counter((value, stage) for (value, stage, _), count in fullest.items() for _ in range(count))

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vpipe.schedules.builder import build, freeze
+from vpipe.schedules.builder import build
 from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.rewrites import freeze
 
 MS = 1e-3
 TIMES = {Op.FORWARD: 10 * MS, Op.BACKWARD: 20 * MS, Op.INPUT: 10 * MS, Op.WEIGHT: 10 * MS, Op.RECOMPUTE: 9 * MS,

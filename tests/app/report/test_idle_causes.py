@@ -16,7 +16,8 @@ from vpipe.app.report.figures import Figures, Window, rank_times, steady_window
 from vpipe.app.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.app.report.recording import Recording, Track, read_recording
 from vpipe.schedules.assignment import Placement
-from vpipe.schedules.kinds import Action, RecordedAction
+from vpipe.schedules.kinds import Action
+from vpipe.schedules.trace import RecordedAction
 
 
 def recording(*ranks: list[tuple[str, float, float, float]], placement: Placement | None = None,

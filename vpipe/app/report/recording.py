@@ -1,4 +1,4 @@
-"""Read the record of a run: ``RUN/trace/rank<N>.jsonl`` (:mod:`vpipe.schedules.kinds`), of a later lane
+"""Read the record of a run: ``RUN/trace/rank<N>.jsonl`` (:mod:`vpipe.schedules.trace`), of a later lane
 ``RUN/trace/lane<K>/rank<N>.jsonl``."""
 
 from __future__ import annotations

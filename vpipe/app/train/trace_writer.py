@@ -24,7 +24,7 @@ AT_ONCE, AFTER_S = 4096, 5.0
 class TraceWriter(Observer):
     """Record a pipeline: one file for each of its ranks in this process, those of later lanes in ``trace/lane<N>``.
 
-    :mod:`vpipe.schedules.kinds` describes the lines. Files are written between steps and at the end, also of a
+    :mod:`vpipe.schedules.trace` describes the lines. Files are written between steps and at the end, also of a
     run that fails, in whole lines. A rank that is killed loses the last seconds.
 
     Args:

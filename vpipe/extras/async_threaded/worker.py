@@ -184,7 +184,7 @@ class _Done(NamedTuple):
 
 
 class ThreadedWorker(Worker):
-    """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.builder.reverse_backwards`).
+    """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.rewrites.reverse_backwards`).
 
     Each forward of a batch runs in the thread of its microbatch, on a GPU in its own stream (:class:`DeviceStreams`).
     The threads run one after another in the order of the microbatches, so that random numbers are drawn, and buffers

@@ -26,7 +26,7 @@ from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.kinds import HALF, SAVED, UPDATED
-from vpipe.schedules.schedule import peak_contents
+from vpipe.schedules.simulator.timeline import peak_contents
 
 
 def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float] | float | None,

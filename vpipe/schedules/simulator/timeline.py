@@ -10,16 +10,19 @@ step waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.schedules.builder import build, freeze
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.kinds import Action
-from vpipe.schedules.schedule import Schedule, bytes_in, moments
+from vpipe.schedules.kinds import Action, Needed, Value
+from vpipe.schedules.rewrites import freeze
+from vpipe.schedules.schedule import Schedule, SizeOf, moments, recomputations
 from vpipe.schedules.simulator.event_loop import EventLoop, SimulationTables
 
 Curve = tuple[tuple[Number, Number], ...]
@@ -156,6 +159,29 @@ class Timeline:
                 points.append((now if event is None else event.start_s if at_start else event.end_s, held))
             before = held
         return tuple(points)
+
+
+def bytes_in(program: Sequence[Action], costs: Costs) -> SizeOf:
+    """Return a size function for the bytes of what a program holds."""
+    early, recomputing = recomputations(program), [replace(cost, recompute_s=1) for cost in costs.stages]
+
+    @cache
+    def size(value: Value, stage: int, is_early: bool) -> Number:
+        number = value.bytes((recomputing if is_early else costs.stages)[stage])
+        return Fraction(number) if isinstance(number, float) else number  # so that running sums come back to 0
+
+    return lambda value, stage, index: size(value, stage, (stage, index) in early)
+
+
+def peak_contents(program: Sequence[Action], stages: Sequence[int], costs: Costs,
+                  frozen: int = 0) -> Counter[tuple[Value, int]]:
+    """Return how many values of each stage a rank holds at the first moment when it holds most bytes."""
+    most: Number = -1
+    fullest: Mapping[Needed, int] = {}
+    for moment in moments(program, bytes_in(program, costs), frozen, stages):
+        if moment.size > most:
+            most, fullest = moment.size, dict(moment.held)
+    return Counter((value, stage) for (value, stage, _), count in fullest.items() for _ in range(count))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
