@@ -38,7 +38,7 @@ from vpipe.app.config.validation import (
     validated,
 )
 from vpipe.app.config.yaml_tree import Tree, describe, parse, read_yaml, write
-from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS, MOST_EXPERTS
+from vpipe.app.families import LARGEST_SIZE, ModelKeys, Size
 from vpipe.app.metric_formulas import enough_microbatches
 from vpipe.errors import UserError, counted
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
@@ -66,7 +66,6 @@ def _compile(value: Any) -> Any:
 Absolute = Annotated[FilePath, AfterValidator(lambda path: Path(os.path.abspath(path)))]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
 Compile = Annotated[bool | str, BeforeValidator(_compile)]
-Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
@@ -93,8 +92,8 @@ class LoraSection(Section):
                           "name linear modules, such as [query, value], or leave it out: all get adapters")
 
 
-class ModelSection(Section):
-    """The model. Sizes given here override those of ``preset`` or ``config_file``."""
+class _Family:
+    """The keys of a model in front of those that its factory reads."""
 
     name: Name = Field(description="model family, such as bert, gpt, llama, mistral, mixtral, qwen2, qwen3, "
                       "qwen3_moe or translation")
@@ -104,31 +103,14 @@ class ModelSection(Section):
         "for mixtral 8x7b; "
         "for qwen2 (2.5) 0.5b, 1.5b, 3b, 7b, 14b, 32b or 72b; for qwen3 0.6b, 1.7b, 4b, 8b, 14b or 32b; for "
         "qwen3_moe 30b-a3b or 235b-a22b; for translation tiny, small, base or big"))
-    hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
-    num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
-        "number of transformer blocks, for translation of the encoder and of the decoder; each block is two layers, a "
-        "block of a decoder with an encoder three"))
-    num_heads: Size | None = Field(None, description="attention heads per block; must divide hidden_size")
-    num_kv_heads: Size | None = Field(None, description=(
-        "heads of keys and values per block, for llama and its kin: groups of num_heads share one; null gives every "
-        "head its own"))
+
+
+class ModelSection(Section, ModelKeys, _Family):  # type: ignore[misc]  # mypy cannot tell that it is frozen
+    """The model. Sizes given here override those of ``preset`` or ``config_file``."""
+
     sequence_length: Size = Field(128, description="tokens per sample")
     vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
         "tokens in the vocabulary; -1 takes the number from config_file, else from the data set"))
-    dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
-    packed: bool = Field(False, description=(
-        "whether each text of a sample is computed alone, for gpt, llama and its kin: attention stays inside the text, "
-        "and its positions begin at 0"))
-    experts: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
-        "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all experts of its layers, and "
-        "parallel.tensor splits each expert; null: an MLP, for mixtral 8, for qwen3_moe 128"))
-    experts_per_token: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
-        "experts that compute a token; null: 2, for qwen3_moe 8"))
-    balance_weight: float | None = Field(None, ge=0, lt=1, description=(
-        "weight of the loss that lets experts compute equally many tokens, added to the training loss; null: 0.01"))
-    tie_weights: bool | None = Field(None, description=(
-        "share the weights of the word embeddings with the output layer; null takes config_file's value, else the "
-        "family's default"))
     config_file: FilePath | None = Field(None, description=(
         "Hugging Face config with the sizes, such as bert_config.json, relative to the current folder"))
     lora: LoraSection | None = Field(None, description=(
