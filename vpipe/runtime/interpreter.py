@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from _signal import getsignal  # type: ignore[import-not-found]  # signal's own look for names up to Python 3.11
+from _signal import signal as set_handler
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -167,16 +169,16 @@ class Interrupts:
         self._alone, self._depth, self.noted = alone, 0, False
 
     def __enter__(self) -> None:
-        if (self._alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if (self._alone and getsignal(signal.SIGINT) is signal.default_int_handler
                 and current_thread() is main_thread()):
             self._depth, self.noted = 0, False
-            signal.signal(signal.SIGINT, self._note)  # until this line one is raised, but nothing has begun
+            set_handler(signal.SIGINT, self._note)  # until this line one is raised, but nothing has begun
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._depth -= 1
-        if self._depth == 0 and signal.getsignal(signal.SIGINT) == self._note:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._depth == 0 and getsignal(signal.SIGINT) == self._note:
+            set_handler(signal.SIGINT, signal.default_int_handler)
             if not isinstance(error, KeyboardInterrupt):
                 self.raise_noted()  # also where an error covers it, which is then the context
 

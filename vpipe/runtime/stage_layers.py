@@ -248,7 +248,7 @@ class StageLayers:
         # This is asked twice in every update: it lists property by property, which is faster than tensor by tensor.
         tensors = [_NONE if (p := held.get(own)) is None else p for held, own in self._places]
         tensors += self.weights.masters.values()
-        parts = [p if type(p) is nn.Parameter else local(p) for p in tensors]
+        parts = tensors if {nn.Parameter}.issuperset(map(type, tensors)) else list(map(local, tensors))
         memory = tuple(map(Tensor.data_ptr, parts))
         names, samples, whole = self._samples.get(memory) or self._sample(memory, parts)
         return [(self._marked, list(map(id, tensors)), memory, list(map(Tensor.numel, parts)),

@@ -39,7 +39,7 @@ Numbers = Mapping[str, Sequence[str]]
 
 _Numbers = dict[str, list[tuple[Any, int]]]
 
-_PLAIN = frozenset((type(None), bool, int, float))
+_PLAIN = frozenset((type(None), bool, int, float, str, tuple, list))
 
 RATES = ("lr", "initial_lr")
 """Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
@@ -214,8 +214,9 @@ class StageOptimizer:
 
     def options(self) -> list[dict[str, Any]]:
         """Return the other entries of the parameter groups, to compare: a tensor by identity and version."""
-        return [{key: value if type(value) in _PLAIN else _mark(value) for key, value in group.items()
-                 if key != "params"} for group in self.groups]
+        groups = [{**group, "params": None} for group in self.groups]
+        return [group if _PLAIN.issuperset(map(type, group.values())) else
+                {key: _mark(value) for key, value in group.items()} for group in groups]
 
     def _numbers(self) -> _Numbers:
         """Return the numbers in parameter groups, of which those of a class have one name, and attributes.

@@ -110,9 +110,11 @@ class ScriptChanges:
         self._marked: tuple[str, list[Marks]] | None = None  # since when, with marks
         self.inside: str | None = None
 
-    def mark(self, when: str) -> None:
+    def mark(self, when: str, sampled: bool = True) -> None:
         """Let :meth:`check` refuse what changes from now on; ``when``: for its error."""
-        self._marked = when, self._marks()
+        for stage in self._stages:
+            stage.use_latest()  # a module may be the user's own, who looks at it
+        self._marked = when, self._marks(sampled)
 
     def forget(self) -> None:
         """Allow what was changed: nothing is in flight any more."""
@@ -143,7 +145,8 @@ class ScriptChanges:
         def call(*arguments: P.args, **keywords: P.kwargs) -> T:
             if not in_flight():
                 return function(*arguments, **keywords)
-            self._marked, self.inside = (f"by {name}", self._marks(sampled=False)), name
+            self.mark(f"by {name}", sampled=False)
+            self.inside = name
             try:
                 return function(*arguments, **keywords)
             finally:
@@ -151,9 +154,7 @@ class ScriptChanges:
                 self.check(sampled=False)  # quicker: this is done in every update
         return call
 
-    def _marks(self, sampled: bool = True) -> list[Marks]:
-        for stage in self._stages:
-            stage.use_latest()  # a module may be the user's own, who looks at it
+    def _marks(self, sampled: bool) -> list[Marks]:
         options = [optimizer.options() for optimizer in self._optimizers]
         return [*chain.from_iterable([stage.marks(sampled) for stage in self._stages]),
                 ([""] * len(options), options)]
