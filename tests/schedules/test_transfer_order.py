@@ -16,10 +16,11 @@ from vpipe.runtime.interpreter import RankPrograms
 from vpipe.schedules.assignment import Layout, Placement, widened
 from vpipe.schedules.builder import build, build_evaluation
 from vpipe.schedules.checker import check
+from vpipe.schedules.generators.pipedream import pipedream
 from vpipe.schedules.graph import Flow, other_ends
 from vpipe.schedules.kinds import Action, Op
 from vpipe.schedules.lowering import in_one_order, lower, post_in_time
-from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.registry import _REGISTERED, RegisteredSchedule
 from vpipe.schedules.rewrites import reverse_backwards
 from vpipe.schedules.schedule import Schedule
 from vpipe.testing import orders
@@ -284,8 +285,7 @@ def test_actions_keep_their_order_and_only_receives_move() -> None:
 def of_stream(schedule: Schedule, rank: int, has_microbatch: Callable[[int], bool]) -> Iterator[Action]:
     """The actions of a rank of a stream that is ordered while it comes."""
     programs = RankPrograms(schedule, [], [rank], ordered=True)
-    actions, _ = programs.for_stream(replace(schedule.assignment, has_microbatch=has_microbatch))
-    return (action for action, _ in actions)
+    return (one for one, _ in programs.for_stream(replace(schedule.assignment, has_microbatch=has_microbatch))[0])
 
 
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
@@ -300,6 +300,9 @@ def test_a_stream_is_ordered_as_the_same_schedule_of_known_length(name: str, pla
                            warmup=warmup) for steps in (32, 75))
     for rank, program in enumerate(ordered(whole).programs):
         assert list(of_stream(proved, rank, lambda number: number < whole.microbatches)) == list(program)
+    programs = RankPrograms(proved, [], range(proved.ranks), ordered=False)
+    assignment = replace(proved.assignment, has_microbatch=lambda number: number < whole.microbatches)
+    assert list(programs.for_stream(assignment)[0]) == list(programs._stream_order(assignment)[0])
 
 
 def test_a_stream_asks_for_no_microbatch_much_before_it_comes() -> None:
@@ -319,19 +322,18 @@ def test_a_stream_that_repeats_follows_the_other_ranks_no_more(monkeypatch: pyte
     carried_out: list[Action] = []
     follow = Flow.follow
 
-    def following(flow: Flow, action: Action, rank: int) -> Sequence[int]:
-        carried_out.append(action)
-        return follow(flow, action, rank)
-
-    monkeypatch.setattr(Flow, "follow", following)
+    monkeypatch.setattr(Flow, "follow", lambda flow, *of_rank: carried_out.append(of_rank[0]) or follow(flow, *of_rank))
     schedule = prove("pipedream", tuple((rank,) for rank in range(8)), 32)
     assert len(list(islice(of_stream(schedule, 0, lambda number: True), 10_000))) == 10_000
     assert len(carried_out) < 2_000, "all ranks carry out 80,000"
 
 
-def test_a_stream_that_does_not_repeat_is_refused() -> None:
-    schedule = prove("pipedream", ((0,), (1,)), 8)
-    programs = RankPrograms(schedule, [], [0], ordered=True)
-    programs.for_stream(schedule.assignment)
-    with pytest.raises(UserError, match="rank 0 comes to 0B0 where 0F0 is due"):
-        list(programs._orders[0].program(lambda number: True, iter([Action.backward(0, 0)])))
+def test_a_generator_of_a_package_may_change_its_order_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(rank: int, ranks: int, microbatches: int, update_every: int, warmup: Sequence[int]) -> Iterator[Action]:
+        for action in pipedream(rank, ranks, microbatches, update_every, warmup):
+            yield from [Action(Op.RECOMPUTE, rank, action.index)] * (action.op is Op.BACKWARD and action.index > 49)
+            yield action
+
+    monkeypatch.setitem(_REGISTERED, "pipedream", replace(RegisteredSchedule.named("pipedream"), program=late))
+    actions = of_stream(prove("pipedream", ((0,), (1,)), 8), 0, lambda number: number < 60)
+    assert sum(action.op is Op.RECOMPUTE for action in actions) == 10

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from _signal import getsignal  # type: ignore[import-not-found]  # signal's own look for names up to Python 3.11
-from _signal import signal as set_handler
+import _signal as signal  # type: ignore[import-not-found]  # the public functions look for names up to Python 3.11
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,8 +23,8 @@ from vpipe.schedules.assignment import Assignment, Setting, TiedVersionOf
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program
 from vpipe.schedules.graph import Flow, OnRank
 from vpipe.schedules.kinds import Action
-from vpipe.schedules.lowering import Lowering, TransferOrder, in_one_order, lower
-from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.lowering import Lowering, Standing, TransferOrder, in_one_order, lower
+from vpipe.schedules.registry import PLUGINS, RegisteredSchedule
 from vpipe.schedules.rewrites import without_backwards
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.stream import StreamOrder, StreamVersions
@@ -50,12 +48,12 @@ class RankPrograms:
         if ordered and not schedule.stream:
             schedule, _ = in_one_order(schedule)
         self._schedule, self._recompute, self._ranks, self._ordered = schedule, recompute, ranks, ordered
-        self._orders: dict[int, StreamOrder] = {}  # by rank
+        self._order: StreamOrder | None = None  # of a stream that repeats
         self.of_batch: Sequence[OnRank] = () if schedule.stream else self._in_turns(schedule)
         self._evaluations: dict[int, Sequence[OnRank]] = {}  # the latest, by its number of microbatches
 
     def _in_turns(self, schedule: Schedule) -> Sequence[OnRank]:
-        return list(in_turns({rank: iter(schedule.programs[rank]) for rank in self._ranks}, schedule.setting))
+        return list(in_turns({rank: iter(schedule.programs[rank]) for rank in self._ranks}, schedule.setting, {}))
 
     def for_stream(self, assignment: Assignment) -> tuple[Iterator[OnRank], TiedVersionOf]:
         """Return the program over all microbatches that exist, and the versions of borrowed weights that they use.
@@ -63,19 +61,13 @@ class RankPrograms:
         The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
         on those that never come are left out.
         """
-        lowered, setting = self._lowered_stream(assignment)
-
-        def program(rank: int) -> Iterator[Action]:
-            if not self._ordered:
-                return lowered(rank)
-            if not all(kind.is_own for kind in self._schedule.kinds):  # what packages add may repeat later than steps
-                return self._ordered_stream(rank, assignment).program(rank)
-            if rank not in self._orders:  # the programs repeat behind a quarter of what is proved: checker.check
-                self._orders[rank] = StreamOrder(partial(self._ordered_stream, rank), self._schedule.assignment,
-                                                 rank, settled=self._schedule.microbatches // 4)
-            return self._orders[rank].program(assignment.has_microbatch, lowered(rank))
-
-        return in_turns({rank: program(rank) for rank in self._ranks}, setting), setting.tied_version_of
+        schedule, (_, setting) = self._schedule, self._lowered_stream(assignment)
+        if not PLUGINS.is_own(RegisteredSchedule.named(schedule.name).program.__module__):  # it may never repeat
+            return self._stream_order(assignment)[0], setting.tied_version_of
+        if self._order is None:  # a quarter of what is proved (checker.check), then versions
+            self._order = StreamOrder(self._stream_order, schedule.assignment, min(self._ranks),
+                                      settled=schedule.microbatches // 4 + 2 * schedule.assignment.per_step)
+        return self._order.program(assignment.has_microbatch), setting.tied_version_of
 
     def _lowered_stream(self, assignment: Assignment) -> tuple[Callable[[int], Iterator[Action]], Setting]:
         """Return what gives the lowered program of a rank in a stream, and the setting of the stream."""
@@ -95,10 +87,16 @@ class RankPrograms:
 
         return lowered, setting
 
-    def _ordered_stream(self, rank: int, assignment: Assignment) -> TransferOrder:
-        """Return the common order of the transfers of a stream, for a rank."""
+    def _stream_order(self, assignment: Assignment) -> tuple[Iterator[OnRank], Callable[[], Standing]]:
+        """Return the order of a stream on the ranks of this process, and what returns how ranks stand in it."""
         lowered, setting = self._lowered_stream(assignment)
-        return TransferOrder(setting, list(map(lowered, range(self._schedule.ranks))), ranks=[rank])
+        if self._ordered:
+            [rank] = self._ranks
+            order = TransferOrder(setting, list(map(lowered, range(self._schedule.ranks))), ranks=[rank])
+            return zip(order.program(rank), repeat(rank)), order.standing
+        heads: dict[int, Action] = {}
+        return (in_turns({rank: lowered(rank) for rank in self._ranks}, setting, heads),
+                lambda: [(action, rank) for rank, action in heads.items()])
 
     def for_evaluation(self, microbatches: int) -> Sequence[OnRank]:
         """Return the program of an evaluation: forwards through all stages."""
@@ -110,11 +108,14 @@ class RankPrograms:
         return self._evaluations[microbatches]
 
 
-def in_turns(programs: Mapping[int, Iterator[Action]], setting: Setting) -> Iterator[OnRank]:
+def in_turns(programs: Mapping[int, Iterator[Action]], setting: Setting, heads: dict[int, Action]) -> Iterator[OnRank]:
     """Yield the actions of ranks in an order in which one thread can execute them: a rank goes on as long as all that
     it needs has been made. One rank alone waits for others where it must.
 
     With a flush ranks step when all can: an error before that leaves the weights unchanged.
+
+    Args:
+        heads: gets the actions before which the ranks stand, but for the one whose action was yielded last.
 
     Raises:
         RunError: no rank can go on.
@@ -124,7 +125,7 @@ def in_turns(programs: Mapping[int, Iterator[Action]], setting: Setting) -> Iter
             yield from zip(program, repeat(rank))
         return
     step_together, flow = setting.assignment.flush, Flow(setting)
-    heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
+    heads |= {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
     while heads:
         moved = False
         for rank in list(heads):
@@ -169,16 +170,16 @@ class Interrupts:
         self._alone, self._depth, self.noted = alone, 0, False
 
     def __enter__(self) -> None:
-        if (self._alone and getsignal(signal.SIGINT) is signal.default_int_handler
+        if (self._alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler
                 and current_thread() is main_thread()):
             self._depth, self.noted = 0, False
-            set_handler(signal.SIGINT, self._note)  # until this line one is raised, but nothing has begun
+            signal.signal(signal.SIGINT, self._note)  # until this line one is raised, but nothing has begun
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._depth -= 1
-        if self._depth == 0 and getsignal(signal.SIGINT) == self._note:
-            set_handler(signal.SIGINT, signal.default_int_handler)
+        if self._depth == 0 and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             if not isinstance(error, KeyboardInterrupt):
                 self.raise_noted()  # also where an error covers it, which is then the context
 

@@ -38,13 +38,13 @@ Where the weights of stages are divided over lanes, those of a stage are gathere
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 
-from vpipe.schedules.assignment import Assignment, Setting, default_warmup, stages_of_rank
+from vpipe.schedules.assignment import Setting, default_warmup, stages_of_rank
 from vpipe.schedules.graph import Flow, OnRank, carried, other_ends, receive_of
 from vpipe.schedules.kinds import UPDATE, Action, Kind, Op
 from vpipe.schedules.schedule import Schedule
@@ -371,6 +371,10 @@ class _ReceivePlacement:
         self.awake += self._sleepers.pop((action, rank), ())
 
 
+Standing = list[tuple[Action | None, int | None]]
+"""Before which actions ranks stand, each with more of its state."""
+
+
 class TransferOrder:
     """Put the transfers of all ranks into one order, and place the receives accordingly.
 
@@ -418,13 +422,10 @@ class TransferOrder:
         """The ranks that can never go on, with the actions before which they stand; read it at the end."""
         return {rank: action for rank in sorted(self._asleep) if (action := self._next[rank]) is not None}
 
-    def standing(self, done: int) -> Hashable:
-        """Return before which action every rank stands, counted from microbatch ``done`` on, and in how long it goes
-        on; None for one that is asleep."""
+    def standing(self) -> Standing:
+        """Return before which action every rank stands, and in how long it goes on; None for one that is asleep."""
         goes_on = {rank: at - self._now for at, rank in self._awake}
-        return tuple(action and (action.op, action.stage, goes_on.get(rank),
-                                 action.index * microbatches_per_index(action, self._setting.assignment) - done)
-                     for rank, action in enumerate(self._next))
+        return [(action, goes_on.get(rank)) for rank, action in enumerate(self._next)]
 
     def _go_on(self) -> None:
         """Carry out one action, of the rank whose clock shows the earliest time."""
@@ -471,11 +472,6 @@ class TransferOrder:
     def _place(self, action: Action, rank: int) -> None:
         if rank in self._placed:
             self._placed[rank].append(action)
-
-
-def microbatches_per_index(action: Action, assignment: Assignment) -> int:
-    """Return how many microbatches the index of an action counts as."""
-    return 1 if action.op.per_microbatch else assignment.per_update(action.stage)
 
 
 def in_one_order(schedule: Schedule) -> tuple[Schedule, Mapping[int, Action]]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 
-from vpipe.errors import UserError
 from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.graph import OnRank
 from vpipe.schedules.kinds import Action
-from vpipe.schedules.lowering import TransferOrder, microbatches_per_index
+from vpipe.schedules.lowering import Standing
 from vpipe.schedules.schedule import versions_used
 
 _REMEMBERED = 4096
@@ -49,68 +48,68 @@ _MOST_STEPS = 256
 
 
 class StreamOrder:
-    """Put the transfers of a stream into one order on a rank, without following all ranks through the whole stream.
+    """Order a stream, for transports or in turns, without following all ranks through the whole stream.
 
     After the warm-up the programs repeat. Once every rank stands where it stood some steps before, and goes on as soon
-    as then, the common order repeats, too. So the programs of all ranks are carried out for the beginning of an endless
+    as then, the order repeats, too. So the programs of all ranks are carried out for the beginning of an endless
     stream, once. The end of a stream is that of a shorter one, from which repetitions are left out.
 
     Args:
-        order_of: returns the common order of a stream with an assignment, for this rank.
+        order_of: returns the order of a stream with an assignment, and what returns how ranks stand in it.
         assignment: of the stream; which microbatches exist does not matter.
-        settled: microbatches after which no rank is in its warm-up.
+        rank: a rank in that order.
+        settled: microbatches after which no rank is in its warm-up, nor in that of its versions.
     """
 
-    def __init__(self, order_of: Callable[[Assignment], TransferOrder], assignment: Assignment, rank: int,
-                 settled: int) -> None:
-        self._order_of, self._assignment, self._rank = order_of, assignment, rank
-        self._beginning: list[tuple[Action, int]] = []  # with the last microbatch that was asked for until then
+    def __init__(self, order_of: Callable[[Assignment], tuple[Iterator[OnRank], Callable[[], Standing]]],
+                 assignment: Assignment, rank: int, settled: int) -> None:
+        self._order_of, self._assignment = order_of, assignment
+        # With the last microbatch that was asked for since the action before, and as how many an index of it counts.
+        self._beginning: list[tuple[Action, int, int, int]] = []
         self._first = self._period = 0  # the position from which it repeats, and after how many microbatches
-        asked = 0
+        asked = latest = -1
 
         def exists(microbatch: int) -> bool:
             nonlocal asked
             asked = max(asked, microbatch)
             return True
 
-        order, met = order_of(replace(assignment, has_microbatch=exists)), dict[Hashable, tuple[int, int]]()
+        actions, standing = order_of(replace(assignment, has_microbatch=exists))
+        met: dict[Hashable, tuple[int, int]] = {}
         stage = stages_of_rank(assignment.placement, rank)[0]
-        for action in order.program(rank):
-            self._beginning.append((action, asked))
+        for action, at in actions:
+            self._beginning.append((action, at, asked, _microbatches(action, assignment)))
+            latest, asked = max(latest, asked), -1
             done = (action.index + 1) * assignment.per_update(stage)
-            if action.op.makes_version and action.stage == stage and done >= settled and not done % assignment.per_step:
-                standing = asked - done, order.standing(done)
-                if standing in met:
-                    self._first, before = met[standing]
+            if action.op.makes_version and at == rank and done >= settled and not done % assignment.per_step:
+                stands = latest - done, *((head and head._replace(index=head.index * _microbatches(head, assignment)
+                                                                 - done), more) for head, more in standing())
+                if stands in met:
+                    self._first, before = met[stands]
                     self._period = done - before
-                if standing in met or len(met) == _MOST_STEPS:
+                if stands in met or len(met) == _MOST_STEPS:
                     return
-                met[standing] = len(self._beginning), done
+                met[stands] = len(self._beginning), done
 
-    def program(self, has_microbatch: Callable[[int], bool], own: Iterator[Action]) -> Iterator[Action]:
-        """Yield lazily the actions of the rank in a stream with these microbatches.
-
-        Args:
-            own: its actions without the common order.
-
-        Raises:
-            UserError: they do not repeat, though its beginning did.
-        """
-        position = shift = 0
-        without_receives = (action for action in own if not action.op.receives)
-        while self._period and has_microbatch(self._beginning[position][1] + shift):
-            action = self._shifted(self._beginning[position][0], shift)
-            if not action.op.receives and (found := next(without_receives, None)) != action:
-                raise UserError(f"rank {self._rank} comes to {found} where {action} is due, as {self._period} "
-                                "microbatches before", hint="let the schedule's generator repeat the order of its "
-                                f"actions after every {self._assignment.per_step} microbatches")
-            yield action
+    def program(self, has_microbatch: Callable[[int], bool]) -> Iterator[OnRank]:
+        """Yield lazily the actions in a stream with these microbatches."""
+        position = shift = passed = 0
+        while self._period:
+            (op, stage, index), rank, asked, counts = self._beginning[position]
+            if asked >= 0 and not has_microbatch(asked + shift):
+                break
+            yield Action(op, stage, index + shift // counts), rank
             position += 1
             if position == len(self._beginning):
                 position, shift = self._first, shift + self._period
-        order = self._order_of(replace(self._assignment, has_microbatch=lambda number: has_microbatch(number + shift)))
-        for action in islice(order.program(self._rank), position, None):
-            yield self._shifted(action, shift)
+        actions, _ = self._order_of(replace(  # that of a pause may have been there before
+            self._assignment, has_microbatch=lambda n: passed < position or has_microbatch(n + shift)))
+        for action, rank in actions:
+            passed += 1
+            if passed > position:
+                yield action._replace(index=action.index + shift // _microbatches(action, self._assignment)), rank
 
-    def _shifted(self, action: Action, microbatches: int) -> Action:
-        return action._replace(index=action.index + microbatches // microbatches_per_index(action, self._assignment))
+
+def _microbatches(action: Action, assignment: Assignment) -> int:
+    """Return how many microbatches the index of an action counts as."""
+    return 1 if action.op.per_microbatch else assignment.per_update(action.stage)
