@@ -1,6 +1,6 @@
 """The late device: what late_checks.py checks of it, that the host cannot touch its memory, and that ten published bugs
-of programs with streams are seen on it, whatever the seed. Pipelines of one process on it compute the bits of the same
-device run synchronously, and of the processor, and the host waits for it no more than it must (pipeline_checks.py)."""
+of programs with streams are seen on it, whatever the seed. Pipelines of one process on it compute the bits of the
+processor, or of the device run synchronously, and the host waits for it no more than it must (pipeline_checks.py)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from vpipe.schedules import registry
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CASES = pipeline_checks.SCHEDULES | pipeline_checks.SINGLE
-WAITS = {name: wanted for name, wanted in pipeline_checks.WAITS.items() if "device" not in wanted.each}
+WAITS = {name: wanted for name, wanted in pipeline_checks.WAITS.items() if "device" not in wanted[1]}
 GPU = "cuda:0"
 NEAR = {"fp32": 1e-3}
 """Relative differences of losses; 0.03 in reduced precision. Weights are not compared: an optimizer such as Adam makes
@@ -53,8 +53,8 @@ def test_pipeline_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("name", WAITS)
 def test_the_host_waits_for_a_gpu_as_for_the_late_device(name: str) -> None:
     """torch warns of each operation for which the host waits."""
-    batches = rich_batches(8, 8)
-    pipe = pipeline_of(untied_model, device=GPU, **{**pipeline_checks.CUT, **WAITS[name].words})
+    (words, each), batches = WAITS[name], rich_batches(8, 8)
+    pipe = pipeline_of(untied_model, device=GPU, **{**pipeline_checks.CUT, **words})
     list(pipe.train(batches[:4]))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -64,4 +64,4 @@ def test_the_host_waits_for_a_gpu_as_for_the_late_device(name: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = [f"{one.filename}:{one.lineno}" for one in found if "synchronizing CUDA operation" in str(one.message)]
-    assert len(waits) / len(steps) == sum(WAITS[name].each.values()), sorted(set(waits))
+    assert len(waits) / len(steps) == sum(each.values()), sorted(set(waits))

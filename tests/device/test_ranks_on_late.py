@@ -89,10 +89,6 @@ def words_of(schedule: str, **changes: Any) -> dict[str, Any]:
             "grad_clip": 0.5, **changes}
 
 
-FAST = {"1f1b hardest": ("hardest", words_of("1f1b")), "1f1b gloo": ("gloo", words_of("1f1b")),
-        "pipedream hardest": ("hardest", words_of("pipedream")),
-        "replicas": ("hardest", words_of("pipedream", placement=TWO_TWO))}
-
 SHAPES: dict[str, Any] = {"lengths": [6, 9, 3], "batches": 4, "samples": 4, "microbatches": 2, "evaluate_after": [1]}
 SETTINGS = {
     "shapes that change": words_of("1f1b", **SHAPES), "shapes that change in a stream": words_of("pipedream", **SHAPES),
@@ -130,22 +126,16 @@ LIKE_ONE_PROCESS = {
         ("pipedream replicas", {"placement": TWO_ONE_ONE, "samples": 4, **(SCALED if precision == "fp16" else {})}))}
 """Autocast computes otherwise on a processor: these are compared with one process that has the device."""
 
-
-def every(schedule: str) -> dict[str, Any]:
-    """A tied weight, recompute, clipping."""
-    return words_of(schedule, microbatches=8)
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_as_one_process(four: World, name: str) -> None:
-    rules, words = FAST[name]
-    check(four, here(json.dumps(words)), rules, 1, words)
+EVERY = {**{name: words_of(name, microbatches=8) for name in RegisteredSchedule.names()},
+         "replicas": words_of("pipedream", placement=TWO_TWO)}
+"""With a tied weight, recompute, clipping."""
+FAST = ("1f1b", "pipedream", "replicas")
 
 
 @pytest.mark.parametrize("rules", ["hardest", "gloo"])
-@pytest.mark.parametrize("schedule", [pytest.param(name, marks=SYSTEM) for name in RegisteredSchedule.names()])
+@pytest.mark.parametrize("schedule", [pytest.param(name, marks=[] if name in FAST else SYSTEM) for name in EVERY])
 def test_every_schedule(four: World, schedule: str, rules: str) -> None:
-    words = every(schedule)
+    words = EVERY[schedule]
     for seed in (1, 2):
         check(four, here(json.dumps(words)), rules, seed, words)
 
@@ -153,7 +143,7 @@ def test_every_schedule(four: World, schedule: str, rules: str) -> None:
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("apart", "eager-buffered")])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "chimera", "dualpipe", "pipedream"])
 def test_every_way_to_make_communicators_and_to_send(four: World, schedule: str, rules: str) -> None:
-    check(four, here(json.dumps(every(schedule))), rules, 1, every(schedule))
+    check(four, here(json.dumps(EVERY[schedule])), rules, 1, EVERY[schedule])
 
 
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "apart", "gloo")])

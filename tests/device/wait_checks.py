@@ -175,7 +175,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         "DeviceStreams.gather: caller.wait_event(event)", "_record: tensor.record_stream(stream)")
         if "async_threaded" in Executor.names()},
     "runtime/worker.py NaiveWorker._to_its_end: accelerator.synchronize(here.device)":
-        partial(pipeline_checks.check_waits, pipeline_checks.WAITS["1f1b under naive"])}
+        partial(pipeline_checks.check_waits, *pipeline_checks.WAITS["1f1b under naive"])}
 
 
 def failures(check: Callable[[], None]) -> list[str]:
