@@ -27,6 +27,8 @@ from models import rich_batches  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from vpipe.distributed.watchdog import watch  # noqa: E402
+from vpipe.runtime.transport.process_group import DistributedTransport  # noqa: E402
+from vpipe.runtime.transport.transport import TransferKey, TransferKind  # noqa: E402
 from vpipe.schedules.kinds import Action, Op  # noqa: E402
 
 SIZE = 512
@@ -71,6 +73,20 @@ def evaluated_by_slow_ranks(**words: Any) -> list[float]:
     if dist.is_initialized() and dist.get_rank():
         time.sleep(0.3)
     return [*losses, pipe.evaluate(rich_batches(2, words["microbatches"], seed=9))]
+
+
+def summed_by_a_slow_replica(**words: Any) -> dict[str, Any]:
+    """Rank 0 asks late for the sums of the other replica, which makes the last update alone meanwhile."""
+    post = DistributedTransport.post
+
+    def posting(self: DistributedTransport, peer: int, key: TransferKey, *more: Any) -> None:
+        if self.rank == 0 and key.kind is TransferKind.SUMS:
+            time.sleep(0.5)
+        post(self, peer, key, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedTransport, "post", posting)
+        return jobs.train(**words)
 
 
 def host_waits(**words: Any) -> dict[str, float]:

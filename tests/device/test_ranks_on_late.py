@@ -229,6 +229,16 @@ def test_a_tensor_is_kept_until_a_slow_rank_has_it(four: World, rules: str) -> N
                     **words) == [expected] * 4
 
 
+@pytest.mark.system
+@pytest.mark.long
+def test_a_sum_is_kept_until_a_slow_replica_has_it(four: World) -> None:
+    """Where transfers of a rank progress apart, a replica may have made its next sum by then (``_Bucket.sum``)."""
+    words = words_of("pipedream", placement=[[1, 0], [2], [3]], microbatches=3, samples=3, batches=1)
+    found = four.run(rank_checks.under, run="rank_checks.summed_by_a_slow_replica", rules=RULES["apart"], seed=1,
+                     **words)
+    assert [without_rates(told) for told in found] == [here(json.dumps(words))] * 4
+
+
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "apart", "gloo")])
 @pytest.mark.parametrize("arguments", [
     {"schedule": "1f1b", "grad_clip": 0.5}, {"schedule": "pipedream", "update_every": 1, "cadence": 3},
