@@ -377,14 +377,13 @@ def check_forwards_on_streams_overlap() -> None:
         late.configure(1, patience_ms=0)
         pipe = out_of_turn(pipeline_of(model, device="late:0", schedule="gpipe", executor="async_threaded", stages=1))
         list(pipe.train(rich_batches(2, 8)))  # forwards have shown what they change
-        began, copied = late.current_stream().record_event(late.Event(enable_timing=True)), []
-        ends: list[Any] = []
-        [worker] = pipe.engine.workers.values()
+        caller, copied = late.current_stream(), []
+        began, ends = caller.record_event(late.Event(enable_timing=True)), []
 
         def busy(*_: object) -> None:
             late.busy(1)
             ends.append(late.current_stream().record_event(late.Event(enable_timing=True)))
-            copied.append(worker._streams._receives.record_event(late.Event(enable_timing=True)))
+            copied.append(caller.record_event(late.Event(enable_timing=True)))
 
         pipe.engine.local_stages[0].modules[0].register_forward_hook(busy)
         list(pipe.train(rich_batches(1, 8)))

@@ -57,8 +57,7 @@ def check_forwards() -> None:
     for number in range(1, 5):
         late.busy(10)
         field = full(number)  # as a batch that the caller has on the device
-        with streams.receiving():
-            given = field.clone()
+        given = field.clone()
         read.append(given + 0)
         streams.begin(number, [given])
         with streams.computing(number, ordered=True):
@@ -71,8 +70,7 @@ def check_forwards() -> None:
             late.busy()
             sent.append(output + 1)
         del given, output  # their memory is given out again
-        with streams.receiving():
-            full(-1)
+        full(-1)
         with streams.computing(number, ordered=False):
             full(-1)
     streams.gather()
@@ -164,8 +162,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "checkpoint/shards.py HostBuffer.copy: accelerator.synchronize(device)": check_copies_of_a_save,
     "profiling/links.py _back_and_forth: accelerator.synchronize(device)": check_links,
     **{f"{STREAMS}{wait}": check_forwards for wait in (
-        "DeviceStreams.receiving: self._receives.wait_stream(caller)",
-        "DeviceStreams.receiving: caller.wait_stream(self._receives)",
         "DeviceStreams.begin: stream.wait_stream(caller)", "DeviceStreams.begin: _record(given, caller, stream)",
         "DeviceStreams.computing: stream.wait_stream(self._newest)",
         "DeviceStreams.computed: self._of[microbatch].record_event()",

@@ -43,10 +43,6 @@ class Streams:
     def schedule(self, scheduler: KernelScheduler) -> None:
         """Give the microbatches that come streams of descending priority, each a client of the scheduler."""
 
-    def receiving(self) -> AbstractContextManager[None]:
-        """Return the context of receives and copies to the device; the caller's stream waits for them at its end."""
-        return nullcontext()
-
     def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
         """Let a microbatch's stream wait for the caller's stream, which made the tensors ``given``."""
 
@@ -82,12 +78,12 @@ class DeviceStreams(Streams):
       each writes what the next one reads.
     - Autograd runs the backward of an operation in the stream of its forward, waits where tensors cross, and lets the
       stream in which ``backward`` was called wait for the leaves at its end (PyTorch, CUDA semantics: stream semantics
-      of backward passes). So gradients may be read where the backward was called.
+      of backward passes). So gradients may be given, and read, where the backward was called.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._receives, self._sends = accelerator.new_stream(device), accelerator.new_stream(device)
+        self._sends = accelerator.new_stream(device)
         self._of: dict[int, torch.Stream] = {}
         self._ends: dict[int, torch.Event] = {}
         self._newest: torch.Stream | None = None  # that a forward was queued in
@@ -99,14 +95,6 @@ class DeviceStreams(Streams):
     def schedule(self, scheduler: KernelScheduler) -> None:
         assert not self._of, "streams keep their priority"
         self._scheduler = scheduler
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        caller = accelerator.current_stream(self._device)
-        self._receives.wait_stream(caller)
-        with accelerator.using(self._device, self._receives):
-            yield
-        caller.wait_stream(self._receives)
 
     def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
         if microbatch not in self._of:
@@ -243,8 +231,7 @@ class ThreadedWorker(Worker):
         if 0 < stage_index < self.last_stage:
             self._catch_up()  # send what others wait for before waiting for them
         waited = self.transport.wait_s
-        with self._streams.receiving():
-            given = self.forward_inputs(stage_index, microbatch)  # which waits last
+        given = self.forward_inputs(stage_index, microbatch)  # which waits last
         now = perf_counter()
         self._waits.append((now - (self.transport.wait_s - waited), now))
         self._streams.begin(microbatch, (*given.received, *given.fields.values()))
@@ -327,12 +314,6 @@ class ThreadedWorker(Worker):
     def backward(self, stage_index: int, microbatch: int) -> None:
         with torch.autograd.set_multithreading_enabled(False) if self._backward_here else nullcontext():
             super().backward(stage_index, microbatch)
-
-    def output_gradients(self, stage_index: int, microbatch: int, record: Any) -> dict[str, Tensor]:
-        with self._streams.receiving():
-            gradients = super().output_gradients(stage_index, microbatch, record)
-        self._streams.begin(microbatch, gradients.values())
-        return gradients
 
     def end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         self._streams.prepare_sends(returned)

@@ -279,8 +279,8 @@ def test_streams_of_descending_priority_are_bound(monkeypatch: pytest.MonkeyPatc
     streams.schedule(scheduler)
     for microbatch in (0, 2, 4, 6, 8, 0):  # a replica's
         streams.begin(microbatch, [])
-    assert made == [0, 0, -3, -2, -1, 0, 0]
-    assert scheduler.bound == [(0, 103), (1, 104), (2, 105), (3, 106), (4, 107)]
+    assert made == [0, -3, -2, -1, 0, 0]
+    assert scheduler.bound == [(0, 102), (1, 103), (2, 104), (3, 105), (4, 106)]
     with pytest.raises(RunError, match="the scheduler refuses the stream of microbatch 5: there are five"):
         streams.begin(10, [])
 
