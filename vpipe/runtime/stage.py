@@ -217,20 +217,17 @@ class Stage(StageLayers):
     def _forward_span(self, span: Span, inputs: dict[str, Tensor],
                       record: Record) -> tuple[SpanActivations, dict[str, Tensor]]:
         effects = span.effects
-        if effects.inert:
+        if span.recomputed:
+            before, outputs = forward_without_activations(effects, partial(self._run, span, inputs, record))
+            saved = SpanActivations(inputs, None, before, [t._version for t in inputs.values()])
+        else:
+            changed = None if effects.inert else effects.begin_forward()
             graph, outputs = self._with_graph(span, inputs, record)
             saved = SpanActivations(inputs, graph)
-        else:
-            if span.recomputed:
-                before, outputs = forward_without_activations(effects, partial(self._run, span, inputs, record))
-                saved = SpanActivations(inputs, None, before, [t._version for t in inputs.values()])
-            else:
-                before = effects.begin_forward()
-                graph, outputs = self._with_graph(span, inputs, record)
-                saved = SpanActivations(inputs, graph)
-                effects.record_changes(before)
-            if not self.kept_around.isdisjoint(effects.inputs):
-                raise self._in_place_error(span.layers[0][1].name)
+            if changed is not None:
+                effects.record_changes(changed)
+        if not self.kept_around.isdisjoint(effects.inputs):
+            raise self._in_place_error(span.layers[0][1].name)
         return saved, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
@@ -566,10 +563,8 @@ class Stage(StageLayers):
 
     def pin(self, borrowed: Mapping[int, int]) -> dict[int, int]:
         """Pin the stage's own weights and the given versions of borrowed ones; return the versions by owner."""
-        pins = {self.spec.index: self.weights.pin()}
-        for owner, version in borrowed.items():
-            pins[owner] = self.borrowed[owner].pin(version)
-        return pins
+        return {self.spec.index: self.weights.pin(),
+                **{owner: self.borrowed[owner].pin(version) for owner, version in borrowed.items()}}
 
     def prepare_backward(self, pins: Mapping[int, int]) -> None:
         """Prepare the pinned versions for a backward: gradients accumulate there, and recompute runs with them."""

@@ -40,10 +40,6 @@ class Values(dict[Needed, Any]):
         """Return the records of microbatches in flight, by stage and index."""
         return {(stage, index): record for (value, stage, index), record in self.items() if value in RECORDS}
 
-    def record(self, stage: int, index: int) -> Any:
-        """Return the record of a microbatch in flight; None without one."""
-        return next((self[value, stage, index] for value in RECORDS if (value, stage, index) in self), None)
-
     def take_all(self, value: Value, stage: int) -> list[Any]:
         """Take a value of all indices, in their order."""
         return [self.pop((value, stage, index)) for index in sorted(
