@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from vpipe.arguments import Arguments, as_number
 
@@ -29,6 +30,8 @@ class Order:
     Raises:
         UserError: a value is of another kind.
     """
+
+    COUNTS: ClassVar[tuple[str, ...]] = ("update_every", "slices")  # what the file of a plan says, too, as numbers
 
     schedule: str = ""
     _: KW_ONLY

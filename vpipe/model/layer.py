@@ -85,6 +85,13 @@ class Layer:
                 given.refuse(f"the {field_name} {where} are {shown(value)}", f"give a dict, such as {example}")
         given.check()
 
+    @property
+    def carrying(self) -> str:
+        """Return how ``forward`` must take and return what it carries, for messages."""
+        return (f"Layer(carried={self.carried}) asks for a forward with carried=None: given a tuple of what the slice "
+                "before carried, empty for the first one, it returns what it carries on behind its outputs; None, "
+                "without slices, it returns its outputs alone")
+
     def materialize(self, index: int, seed: int) -> nn.Module:
         """Return the module, initialised under a seed made from the run's seed and the layer's index alone.
 

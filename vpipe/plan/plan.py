@@ -129,7 +129,7 @@ class Plan:
 
     KEYS: ClassVar[tuple[str, ...]] = (
         "partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
-        "update_every", "slices", "warmup_depth", "predictions", "profile", "profiled", "tensor", "zero1")
+        *Order.COUNTS, "warmup_depth", "predictions", "profile", "profiled", "tensor", "zero1")
     MOST_BYTES: ClassVar[int] = 4 << 20  # of a file: one for 1,024 stages, with what they are expected to take, has one
     MOST_VALUES: ClassVar[int] = 250_000
 
@@ -273,8 +273,8 @@ class Plan:
         recompute = said.get("recompute_layers") or tuple(map(float, said.get("recompute_ratio", ())))
         predictions = said.get("predictions")
         return cls(Cut(said["partition"], recompute or 0.0, [ranks[str(stage)] for stage in range(len(ranks))] or 1),
-                   Order.of(said.get("schedule", ""), slices=said.get("slices"),
-                            update_every=said.get("update_every"), warmup=said.get("warmup_depth")),
+                   Order.of(said.get("schedule", ""), warmup=said.get("warmup_depth"),
+                            **{name: said.get(name) for name in Order.COUNTS}),
                    said.get("microbatches"), None if predictions is None else Prediction.of_json(predictions),
                    said.get("profile"), said.get("profiled"), content.get("tensor"), content.get("zero1"))
 
@@ -294,9 +294,8 @@ class Plan:
             "recompute_layers": layers if layers and any(layers) else None,
             "stage_to_rank_map": {str(stage): list(own) for stage, own in enumerate(cut.placement or ())} or None,
             "warmup_depth": self.warmup and list(self.warmup), "schedule": self.schedule,
-            "microbatches": self.microbatches, "update_every": self.update_every,
-            "slices": self.order.slices, "profile": self.profile, "profiled": self.profiled, "tensor": self.tensor,
-            "zero1": self.zero1}
+            "microbatches": self.microbatches, **{name: getattr(self.order.late, name) for name in Order.COUNTS},
+            "profile": self.profile, "profiled": self.profiled, "tensor": self.tensor, "zero1": self.zero1}
         return {key: value for key, value in content.items() if value is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -363,8 +362,8 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
                    or not all(type(depth) is int and 0 <= depth <= Schedule.MOST_MICROBATCHES for depth in depths)):
         refuse(f"warmup_depth is {depths!r} for {stages} stages", "give the forwards of each stage before its first "
                f"backward, such as {list(range(stages - 1, -1, -1))}")
-    for key, most in (("microbatches", Schedule.MOST_MICROBATCHES), ("update_every", Schedule.MOST_MICROBATCHES),
-                      ("slices", Schedule.MOST_MICROBATCHES), ("tensor", Schedule.MOST_RANKS)):
+    for key, most in (*((key, Schedule.MOST_MICROBATCHES) for key in ("microbatches", *Order.COUNTS)),
+                      ("tensor", Schedule.MOST_RANKS)):
         value = content.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= most):
             refuse(f"{key} is {value!r}", f"give a whole number, 1 to {most:,}")

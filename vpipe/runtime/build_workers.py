@@ -139,9 +139,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         steps = OptimizerSteps(stages, optimizers, reducers, tied, transport, update, scaler, companions)
         between = compressed[0](transport, codecs, description.seed) if compressed else transport
         p2p = P2PTransfers(between, kept, values)
-        workers[rank] = make_worker(
-            stages, steps, tied, transport, p2p,
-            FullyShardedStages(stages, group), schedule)
+        workers[rank] = make_worker(stages, steps, tied, transport, p2p, FullyShardedStages(stages, group), schedule)
     return workers
 
 
@@ -175,18 +173,11 @@ def uncalled_hooks(stage: Stage, schedule: Schedule, ties: Ties,
     """
     own, number, width = stage.weights, stage.spec.index, len(schedule.placement[stage.spec.index])
     tied = {name for names in ties.get(number, {}).values() for name in names}
-    remedy = "choose a schedule with a flush and whole backwards, such as gpipe or 1f1b"
     return [
         *((weights, names, HOOKS, "it is tied across two stages, of which neither has the whole gradient",
            "choose a partition with both layers in one stage")
           for weights, names in [(own, tied), *((weights, weights.names) for weights in stage.borrowed.values())]),
-        (own, () if schedule.flush else own.names, HOOKS, f"'{schedule.name}' has no flush: gradients are added over "
-         "several versions of a parameter", remedy),
-        (own, own.names if schedule.split_backwards else (), HOOKS, f"'{schedule.name}' splits the backward: gradients "
-         "of weights are made later, without autograd", remedy),
-        (own, own.names if schedule.slices > 1 else (), HOOKS, "each slice of a microbatch has a backward of its own",
-         "leave the slices out"),
-        *([(own, own.names, HOOKS, *refused)] if refused is not None else []),
+        *((own, own.names, HOOKS, *why) for why in (*schedule.partial_gradients, refused) if why is not None),
         (own, stage.summed_late, HOOKS, "it is used by recomputed layers and by others, which have backwards of their "
          "own", "recompute all layers that use it, with those between, or none"),
         (own, own.names if width > 1 else (), HOOKS[1:], f"the {width} replicas of stage {number} each add up a part "

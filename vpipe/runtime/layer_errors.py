@@ -32,9 +32,7 @@ def forward_error(number: int, layer: Layer, module: nn.Module, inputs: Mapping[
         [*["the outputs of the layers before it"] * bool(made),
          *(f"the batch's field '{name}'" for name in inputs if name not in made)])
     if layer.carried and "got an unexpected keyword argument 'carried'" in str(error):
-        hint = (f"Layer(carried={layer.carried}) asks for a forward with carried=None: given a tuple of what the slice "
-                "before carried, empty for the first one, it returns what it carries on behind its outputs; None, "
-                "without slices, it returns its outputs alone")
+        hint = layer.carrying
     if "got mixed torch.Tensor and DTensor" in str(error):  # torch says neither which nor what to do
         plain = [f"'{name}'" for name, tensor in module.named_parameters() if not is_sharded(tensor)]
         hint = (f"of the layer {', '.join(plain[:4])}{' and others' * (len(plain) > 4)} are plain tensors" if plain else

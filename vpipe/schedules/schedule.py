@@ -179,6 +179,17 @@ class Schedule:
         return f"{kind} ({kind.name}, of each {kind.counts}, {kind.runs}, {row:08x})"
 
     @property
+    def partial_gradients(self) -> list[tuple[str, str]]:
+        """Why the gradient of a microbatch is not made whole, by one backward: every reason, and what to do instead."""
+        remedy = "choose a schedule with a flush and whole backwards, such as gpipe or 1f1b"
+        return [(why, instead) for there, why, instead in (
+            (not self.flush, f"'{self.name}' has no flush: gradients are added over several versions of a parameter",
+             remedy),
+            (self.split_backwards, f"'{self.name}' splits the backward: gradients of weights are made later, without "
+             "autograd", remedy),
+            (self.slices > 1, "each slice of a microbatch has a backward of its own", "leave the slices out")) if there]
+
+    @property
     def recomputed_stages(self) -> set[int]:
         """The stages of which something is recomputed before its backward."""
         return {stage for program in self.programs for stage, _ in recomputations(program)}
