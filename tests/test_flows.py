@@ -18,7 +18,7 @@ from vpipe.runtime import prepare_schedule
 from vpipe.schedules import Action
 
 CEILINGS = {"actions of microbatches": 9, "an update": 23, "description to programs": 13,
-            "makers of a schedule's graph": 1, "slices": 22, "ZeRO-1": 18}
+            "makers of a schedule's graph": 1, "slices": 20, "ZeRO-1": 18}
 """They fall, never rise; aims are 12 for an update, 10, 1, 20 and 20."""
 
 SOURCES = [file for file in FILES if tier_of(room_of(file)) == LIBRARY]

@@ -17,7 +17,9 @@ from vpipe.distributed.fault import Fault
 from vpipe.distributed.read_batches import ReadBatch, ReadBatches
 from vpipe.distributed.value_exchange import Exchange, Relay
 from vpipe.errors import RunError
-from vpipe.runtime.microbatches import Batch, BatchComparison, BatchForm, MicrobatchLoader, checksum
+from vpipe.runtime.checksums import checksum
+from vpipe.runtime.loaders import BatchComparison
+from vpipe.runtime.microbatches import Batch, BatchForm, MicrobatchLoader
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
         "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no DistributedSampler, since "
@@ -65,7 +67,7 @@ def batches(count: int = 3, samples: int = 12, seed: int = 0) -> list[Batch]:
 def said(read: Iterable[Batch], group: int = 0) -> list[ReadBatch]:
     """What a rank says of all batches that it reads, and of their end."""
     comparison = BatchComparison(Exchange(), ("x", "y"), group)
-    loader = MicrobatchLoader(iter(read), BatchForm(("x", "y"), 2), lambda _: 1, comparison=comparison)
+    loader = MicrobatchLoader(iter(read), BatchForm(("x", "y"), 2), lambda _: 1, told=comparison.read)
     assert not loader.has(1_000)
     return comparison.take()
 

@@ -23,8 +23,7 @@ def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
         yield {"x": x, "y": -x[:, None], "unused": torch.zeros(1)}
 
 
-def loader(batches: Iterator[Batch], microbatches: int = 2, uses: int = 1,
-           equal: bool = True) -> MicrobatchLoader:
+def loader(batches: Iterator[Batch], microbatches: int = 2, uses: int = 1, equal: bool = True) -> MicrobatchLoader:
     return MicrobatchLoader(batches, BatchForm(("x", "y"), microbatches, equal=equal), lambda _: uses)
 
 

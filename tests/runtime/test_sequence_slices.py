@@ -19,7 +19,8 @@ from world import World
 from vpipe import Layer, Model
 from vpipe.app.families.dropout import Dropout
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.microbatches import BatchForm, LabelCount, MicrobatchLoader
+from vpipe.runtime.label_weights import LabelCount
+from vpipe.runtime.microbatches import BatchForm, MicrobatchLoader
 from vpipe.testing import evaluate_oracle, references
 
 BATCHES = rich_batches(2, 8, lengths=(7, 9))
@@ -209,7 +210,7 @@ def test_slices_of_every_microbatch_of_a_batch() -> None:
                               labels=LabelCount("labels", by_label=False))
     assert loader.has(11)
     assert not loader.has(12)
-    places = [loader.sliced(index) for index in range(6)]
+    places = [loader.signature(index)[-1][1] for index in range(6)]
     assert [(place.number, place.start, place.length) for place in places] == 2 * [(0, 0, 7), (1, 3, 7), (2, 5, 7)]
     assert len({loader.signature(index) for index in range(12)}) == 3
     assert [loader.counts[index] for index in range(6)] == [(3 / 7, 0), (2 / 7, 0), (2 / 7, 1), (0, 0), (0, 0), (1, 1)]

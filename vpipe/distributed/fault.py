@@ -88,15 +88,13 @@ class Fault:
     @classmethod
     def failed(cls, rank: int, error: BaseException) -> Fault:
         """Build the fault of a rank that raised an error and reports it itself."""
-        hint = "that rank has printed its traceback, or written it to its log"
+        how, hint = reason_of(error), "that rank has printed its traceback, or written it to its log"
         if isinstance(error, RunError):
             places = ", ".join(f"{name} {value}" for name, value in (("microbatch", error.microbatch),
                                                                      ("action", error.action)) if value is not None)
-            how, hint = error.what + (f" ({places})" if places else ""), error.hint
+            how, hint = how + (f" ({places})" if places else ""), error.hint
         elif isinstance(error, UserError):
-            how, hint = error.problems[0].what, error.problems[0].hint
-        else:
-            how = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+            hint = error.problems[0].hint
         return cls((rank,), f"failed: {how}", hint, reported=True)
 
     @classmethod
@@ -124,6 +122,15 @@ class Fault:
     def knowing(self, *how: str) -> Fault:
         """Add what only the starter of the ranks knows: ``died without a message, killed by signal 9 (SIGKILL)``."""
         return replace(self, what=", ".join([self.what, *([" and ".join(dict.fromkeys(how))] if how else [])]))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a rank failed, in a line, by what it has raised."""
+    if isinstance(error, RunError):
+        return error.what
+    if isinstance(error, UserError):
+        return error.problems[0].what
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
 
 
 def may_follow(text: str) -> bool:

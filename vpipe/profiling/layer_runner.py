@@ -22,7 +22,6 @@ from vpipe.plan.profile import TensorBytes
 from vpipe.runtime.activations import Record
 from vpipe.runtime.microbatches import ForwardKey
 from vpipe.runtime.sharded_tensors import is_sharded, local
-from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 from vpipe.runtime.values import alive, bytes_of, sizes_of
@@ -74,8 +73,8 @@ class LayerRunner:
         """Return what a slice of all ``tokens``, of which a rank may get a part, would hand on to the next one."""
         if not self._carries:
             return ()
-        first = ForwardKey(0, 0, SequenceSlice(0, 2, 0, tokens))
-        return self.stage.forward(self._received(given), given.fields, first, {})[1].carried.values()
+        key = ForwardKey.of_first_slice(tokens)
+        return self.stage.forward(self._received(given), given.fields, key, {})[1].carried.values()
 
     def _received(self, given: LayerInputs) -> list[Tensor]:
         """Return the inputs as they arrive from another stage: leaves without a gradient."""

@@ -3,7 +3,6 @@ agree, compare replicas and clocks."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import zlib
 from collections import Counter
@@ -30,12 +29,12 @@ from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange, limit_groups
 from vpipe.distributed.value_exchange import DOING, Exchange
 from vpipe.distributed.watchdog import watch
-from vpipe.errors import RunError, UserError, counted
+from vpipe.errors import RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.model import Model
-from vpipe.runtime.microbatches import checksum
+from vpipe.runtime.checksums import compared_text, whole_checksum
 from vpipe.runtime.optimizer_step import ABSENT
-from vpipe.runtime.sharded_tensors import is_sharded, local, shard_of, whole
+from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import ALONE_HINT, StageOptimizer, check_equal, is_joint, is_of_torch
 from vpipe.runtime.stage_usage import StageUsage
@@ -108,7 +107,7 @@ def together(method: Method) -> Method:
         given = parameters.bind(self, *arguments, **keywords).arguments
         said = ", ".join(f"{name}={text}" for name, value in given.items()
                          if name not in _OF_RANK and value is not parameters.parameters[name].default
-                         and (text := _compared(value)))
+                         and (text := compared_text(value)))
         # What is in flight may need what a rank does next: such calls drain first, and draining ends with an exchange.
         with engine.collectives.job.call(f"{name}({said})", at_once=training.reached() is training.position):
             try:
@@ -116,17 +115,6 @@ def together(method: Method) -> Method:
             except RuntimeError as error:
                 raise watch.late(error) or error from error
     return cast("Method", call)
-
-
-def _compared(value: object) -> str:
-    """Return the text of an argument by which ranks compare it: of a whole state a checksum, of a function the name."""
-    if isinstance(value, Mapping):
-        sums = {name: checksum(each) for name, each in value.items()
-                if isinstance(each, Tensor) and not is_sharded(each)}
-        return f"{counted(len(sums), 'tensor')}, checksum {zlib.crc32(repr(sums).encode()):08x}" if sums else ""
-    if callable(value):
-        return getattr(value, "__qualname__", "")
-    return str(sorted(value) if isinstance(value, (set, frozenset)) else value)
 
 
 class Collectives:
@@ -353,7 +341,7 @@ class Collectives:
         Raises:
             RunError: some differ.
         """
-        held = {f"{stage} {name} {shard_of(value)}": _checksum(value) for worker in self._workers.values()
+        held = {f"{stage} {name} {shard_of(value)}": whole_checksum(value) for worker in self._workers.values()
                 for stage, here in worker.stages.items() for name, value in _weights(here) if here.weights.owns(name)}
         for key, first, lane in _differing(enumerate(self.beside.all_gather(held))):
             stage, name, _ = key.split(" ", 2)
@@ -388,7 +376,7 @@ class Collectives:
         if not compared:
             return
         sums = self.job.united({
-            f"{self.lanes.number} {stage} {rank}": {f"{name} {shard_of(value)}": _checksum(value)
+            f"{self.lanes.number} {stage} {rank}": {f"{name} {shard_of(value)}": whole_checksum(value)
                                                      for name, value in tensors(here)}
             for rank, worker in self._workers.items() for stage, here in worker.stages.items() if stage in compared})
         for stage in compared:
@@ -467,10 +455,6 @@ def _differing(tables: Iterable[tuple[int, Mapping[str, str]]]) -> Iterator[tupl
             holder, expected = first.setdefault(name, (number, found))
             if found != expected:
                 yield name, holder, number
-
-
-def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(local(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _weights(stage: Stage) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,13 @@
-"""Learn from the last layer how much each label counts in what its loss is divided by, and check that it is so."""
+"""Learn from the last layer how much each label counts in what its loss is divided by; check that; count by labels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,6 +53,39 @@ class ClassWeights:
 
 CLASSES_ALIKE = ClassWeights()
 """Torch's defaults."""
+
+
+@dataclass(frozen=True)
+class LabelCount:
+    """How the labels of microbatches count.
+
+    Attributes:
+        field: that has them.
+        weigh: returns how much each of them counts.
+        over_lanes: returns the sums of such numbers over the lanes that read batches of their own.
+        by_label: whether microbatches, and parts of them, count by their labels. Else microbatches count alike, and
+            parts by their shares of the labels of their microbatch.
+    """
+
+    field: str
+    weigh: Weigh = CLASSES_ALIKE
+    over_lanes: Callable[[list[float]], list[float]] = list
+    by_label: bool = True
+
+    def of(self, microbatches: Sequence[Sequence[Tensor]]) -> Iterable[tuple[float, float]]:
+        """Return how much every part of every microbatch counts, here and over lanes, by the labels of each part. Where
+        microbatches count alike, each counts with its last part."""
+        parts = list(chain.from_iterable(microbatches))
+        own = [1.0] * len(parts) if parts[0].is_meta else torch.stack([
+            torch.as_tensor(self.weigh(labels)).sum(dtype=torch.float64) for labels in parts]).tolist()
+        if self.by_label:
+            return zip(own, self.over_lanes(own), strict=True)
+        [lanes], counts, numbers = self.over_lanes([1]), list[tuple[float, float]](), iter(own)
+        for microbatch in microbatches:
+            labels = [next(numbers) for _ in microbatch]
+            counts += [(each / (sum(labels) or 1), 0) for each in labels]
+            counts[-1] = counts[-1][0], lanes
+        return counts
 
 
 class LossCheck(TorchFunctionMode):

@@ -5,11 +5,11 @@ Source: Sun et al., Seq1F1B (arXiv:2406.03488), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from vpipe.description import Description
 from vpipe.errors import Problem, UserError, counted
@@ -31,6 +31,23 @@ class SequenceSlice(NamedTuple):
     slices: int
     start: int
     length: int
+
+
+def check_sequences(fields: Mapping[str, Tensor], slices: int) -> None:
+    """Refuse fields without sequences that can be cut into slices."""
+    shapes = {name: list(t.shape) for name, t in fields.items()}
+    if flat := [name for name, shape in shapes.items() if len(shape) < 2]:
+        raise UserError(f"the field '{flat[0]}' of a batch has the shape {shapes[flat[0]]}, without sequences to "
+                        f"cut into {slices} slices",
+                        hint="dimension 1 of every field counts tokens: repeat for each what belongs to a whole "
+                             "sequence, or leave the slices out")
+    tokens = {name: shape[1] for name, shape in shapes.items()}
+    if len(set(tokens.values())) > 1:
+        raise UserError(f"the fields of a batch disagree on the number of tokens: {tokens}",
+                        hint="with slices dimension 1 of every field counts the tokens")
+    if (length := next(iter(tokens.values()))) < slices:
+        raise UserError(f"sequences of {counted(length, 'token')} cannot be cut into {slices} slices",
+                        hint=f"use at most {counted(length, 'slice')}, or longer sequences")
 
 
 class SliceAware:
