@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models import Average, cut, rich_batches, rich_model, untied_model
-from oracles import (
-    DECAY_AND_CLIP,
-    assert_same,
-    assert_same_state,
-    decay,
-    equals_its_oracle,
-    oracle_of,
-    pipeline_of,
-)
+from oracles import DECAY_AND_CLIP, assert_same, assert_same_state, decay, equals_its_oracle, oracle_of, pipeline_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

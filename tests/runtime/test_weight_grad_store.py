@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
-    WIDTH,
-    WORDS,
-    Head,
-    RawMatmul,
-    Words,
-    between,
-    norm_model,
-    recurrent_model,
-    rich_batches,
-    rich_model,
-)
+from models import WIDTH, WORDS, Head, RawMatmul, Words, between, norm_model, recurrent_model, rich_batches, rich_model
 from stages import stage_of
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -34,13 +34,7 @@ from vpipe.distributed.environment import (
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.network import Host
-from vpipe.distributed.rendezvous import (
-    Rendezvous,
-    agent_has_store,
-    hosts_of_group,
-    open_store,
-    ranks_have_secret,
-)
+from vpipe.distributed.rendezvous import Rendezvous, agent_has_store, hosts_of_group, open_store, ranks_have_secret
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError

@@ -20,14 +20,7 @@ from vpipe.errors import RunError, VpipeError, counted
 from vpipe.model.model import Model
 from vpipe.model.structure import structure
 from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
-from vpipe.profiling.layer_runner import (
-    LayerCounts,
-    LayerInputs,
-    LayerRunner,
-    count_layer,
-    gradients_for,
-    live_bytes,
-)
+from vpipe.profiling.layer_runner import LayerCounts, LayerInputs, LayerRunner, count_layer, gradients_for, live_bytes
 from vpipe.profiling.layer_timer import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.links import added_bytes_per_s, copied_bytes_per_s, matrix_flops_per_s, measure_links
 from vpipe.profiling.rank_group import RankGroup, shared_bytes

@@ -16,14 +16,7 @@ from torch import nn
 from vpipe import Layer, Model
 from vpipe.app.config.config import TrainingSection
 from vpipe.app.families.registry import ModelSettings, family_named
-from vpipe.app.train.optimizers import (
-    OPTIMIZERS,
-    Lamb,
-    LearningRatePolicy,
-    OptimizerSettings,
-    decays,
-    hidden_matrices,
-)
+from vpipe.app.train.optimizers import OPTIMIZERS, Lamb, LearningRatePolicy, OptimizerSettings, decays, hidden_matrices
 from vpipe.errors import UserError
 
 ONE_FOR_ALL = ("sgd", "adam", "adamw", "nadam", "lamb")

@@ -35,12 +35,7 @@ from vpipe.description.transfers import TRANSPORTS, Transfers
 from vpipe.distributed.init import exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.transport import (
-    TensorSpec,
-    TransferKey,
-    TransferKind,
-    check_all_taken,
-)
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, check_all_taken
 
 SENDS_UNDER_WAY = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
