@@ -74,7 +74,7 @@ class Lanes:
     def count(self) -> int:
         return len(self.ranks)
 
-    def beside(self, rank: int) -> tuple[int, ...]:
+    def across(self, rank: int) -> tuple[int, ...]:
         """Return the job's ranks that have the same place in their lanes as one of the pipeline has in this one."""
         return tuple(own[rank] for own in self.ranks)
 

@@ -128,7 +128,7 @@ class Collectives:
     Attributes:
         exchange: of values between the processes of the pipeline.
         job: of values between those of all lanes.
-        beside: of values between those with the same place in all lanes.
+        across_lanes: of values between those with the same place in all lanes.
         lanes: of the job.
         timeout_s: how long a wait may take.
         compares_numbers: whether :meth:`check_numbers` is to follow every update.
@@ -143,7 +143,7 @@ class Collectives:
             watch.watchdog.describe = partial(describe_rank, placement, lanes=lanes.ranks)
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
         self.exchange = self.job if lanes.count == 1 else self.job.only(lanes.own)
-        self.beside = exchange("lanes", timeout_s, lanes.beside(lanes.own.index(world.rank)))
+        self.across_lanes = exchange("lanes", timeout_s, lanes.across(lanes.own.index(world.rank)))
 
     def state(self, view: View) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
@@ -181,7 +181,7 @@ class Collectives:
         """Return the sums of numbers over the lanes that read batches of their own."""
         if len(self.lanes.averaged) == 1:
             return numbers
-        of_all = self.beside.all_gather(numbers)
+        of_all = self.across_lanes.all_gather(numbers)
         return [sum(each) for each in zip(*(of_all[lane] for lane in self.lanes.averaged), strict=True)]
 
     def check_trained(self) -> None:
@@ -343,7 +343,7 @@ class Collectives:
         """
         held = {f"{stage} {name} {shard_of(value)}": whole_checksum(value) for worker in self._workers.values()
                 for stage, here in worker.stages.items() for name, value in _weights(here) if here.weights.owns(name)}
-        for key, first, lane in _differing(enumerate(self.beside.all_gather(held))):
+        for key, first, lane in _differing(enumerate(self.across_lanes.all_gather(held))):
             stage, name, _ = key.split(" ", 2)
             error = RunError(f"stage {stage}: the first update made another '{name}' in lane {lane} than in lane "
                              f"{first}, which have it in common", stage=int(stage),

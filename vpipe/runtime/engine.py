@@ -79,7 +79,7 @@ class Engine:
                                 any(worker.transport.ordered for worker in self.workers.values()))
         if schedule.setting.normed:
             collectives.agree_on_norms(of_all=schedule.flush)
-        results = StepResults(self.workers, schedule, distributed, world.lanes, collectives.beside)
+        results = StepResults(self.workers, schedule, distributed, world.lanes, collectives.across_lanes)
         self.interrupts = Interrupts(alone=world.ranks == 1)
         self._interpreter = Interpreter(self.workers, results, self.interrupts, collectives.job, distributed)
         self.local_stages = self._interpreter.stages

@@ -212,15 +212,15 @@ class OptimizerSteps:
 
     def norm(self, stage: int, update: int) -> None:
         """Send the norms of an update's gradients to the ranks that lack them; post the receives of theirs."""
-        number, weights, together = self._number(stage, update), self._stages[stage].weights, self._together(stage)
+        number, weights, group = self._number(stage, update), self._stages[stage].weights, self._norm_group(stage)
         self._complete_gradients(stage, update)
-        norms = self._norms.get(together, {})
+        norms = self._norms.get(group, {})
         if not norms or stage in norms:  # of the update before
-            norms = self._norms[together] = {}
-            self._awaited[together] = [
+            norms = self._norms[group] = {}
+            self._awaited[group] = [
                 (other, rank, positions) for other, ranks in self._sources.items()
                 if self.global_norms or other == stage for rank, positions in ranks.items() if positions]
-            for other, rank, positions in self._awaited[together]:
+            for other, rank, positions in self._awaited[group]:
                 self._transport.post(rank, TransferKey(TransferKind.NORMS, other, number),
                                      [TensorSpec((len(positions),), torch.float64, wants_gradient=False)])
         norms[stage] = _gradient_norms(weights)
@@ -228,13 +228,13 @@ class OptimizerSteps:
             for rank in self._audience[stage]:
                 self._transport.send(rank, TransferKey(TransferKind.NORMS, stage, number), [norms[stage][own]])
 
-    def _together(self, stage: int) -> int:
+    def _norm_group(self, stage: int) -> int:
         return -1 if self.global_norms else stage
 
     def _norms_before(self, stage: int, number: int) -> Mapping[int, Tensor]:
         """Return the norms by which a stage steps, by stage; received at a rank's first step."""
-        norms = self._norms[self._together(stage)]
-        for other, rank, positions in self._awaited.pop(self._together(stage), ()):
+        norms = self._norms[self._norm_group(stage)]
+        for other, rank, positions in self._awaited.pop(self._norm_group(stage), ()):
             if other not in norms:
                 count = sum(map(len, self._sources[other].values()))
                 norms[other] = torch.empty(count, dtype=torch.float64, device="cpu")

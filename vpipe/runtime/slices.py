@@ -62,8 +62,8 @@ class SliceAware:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._told: list[Any] = [module for module in layer.modules() if hasattr(module, "sequence_slice")]
-        self.by_element = bool(self._told) and not any(
+        self._modules: list[Any] = [module for module in layer.modules() if hasattr(module, "sequence_slice")]
+        self.by_element = bool(self._modules) and not any(
             isinstance(module, _DRAWING) and module.p and not hasattr(module, "sequence_slice")
             for module in layer.modules())
 
@@ -71,11 +71,11 @@ class SliceAware:
     def told(self, start: int, length: int) -> Iterator[None]:
         """While active, the modules know the first token of the slice, and how many the whole sequence has."""
         try:
-            for module in self._told:
+            for module in self._modules:
                 module.sequence_slice = (start, length)
             yield
         finally:
-            for module in self._told:
+            for module in self._modules:
                 module.sequence_slice = None
 
 

@@ -265,7 +265,7 @@ class Stage(StageLayers):
         try:
             for i, layer, module in span.layers:
                 self._running = i
-                numbers, told = (key[:2], NOTHING) if key.slice is None else self._told(i, module, key, key.slice)
+                numbers, told = (key[:2], NOTHING) if key.slice is None else self._in_slice(i, module, key, key.slice)
                 seed = seed_of(self.seed, *numbers, i)
                 for generator in self.generators:
                     generator.manual_seed(seed)
@@ -314,8 +314,8 @@ class Stage(StageLayers):
                 tensors[name] = inputs[name]
         return {name: tensors[name] for name in passed_on}
 
-    def _told(self, number: int, module: nn.Module, key: ForwardKey,
-              sliced: SequenceSlice) -> tuple[tuple[int, ...], AbstractContextManager[None]]:
+    def _in_slice(self, number: int, module: nn.Module, key: ForwardKey,
+                  sliced: SequenceSlice) -> tuple[tuple[int, ...], AbstractContextManager[None]]:
         """Return the numbers that fix a layer's random numbers in a slice, and the context that tells it the slice."""
         aware = self._slice_aware.get(number)
         if aware is None:
@@ -552,7 +552,7 @@ class Stage(StageLayers):
                 stack.enter_context(drawn)
             if (sliced := record.key.slice) is not None:
                 for i, _, module in span.layers:
-                    stack.enter_context(self._told(i, module, record.key, sliced)[1])
+                    stack.enter_context(self._in_slice(i, module, record.key, sliced)[1])
             yield
 
     def _recompute_span(self, span: Span, saved: SpanActivations, record: Record) -> SpanGraph:

@@ -60,7 +60,7 @@ class StepResults:
     have the same mean. The first replica sends the stop flag.
 
     Args:
-        beside: the exchange between the ranks with the same place in all lanes.
+        across_lanes: the exchange between the ranks with the same place in all lanes.
 
     Attributes:
         stop: called once per step on the rank of the last stage.
@@ -70,10 +70,10 @@ class StepResults:
     """
 
     def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool, lanes: Lanes,
-                 beside: Exchange) -> None:
-        self._workers, self._sources, self._lanes, self._beside = workers, schedule.placement[-1], lanes, beside
+                 across_lanes: Exchange) -> None:
+        self._workers, self._sources, self._lanes = workers, schedule.placement[-1], lanes
         self._listeners = range(schedule.ranks if distributed else 0)
-        self._last_stage = schedule.stages - 1
+        self._last_stage, self._across_lanes = schedule.stages - 1, across_lanes
         # Reading a loss waits for the GPU; so it is read when the whole batch has been queued.
         self._on_gpu = any(stage.device.type != "cpu" for worker in workers.values()
                            for stage in worker.stages.values())
@@ -115,7 +115,7 @@ class StepResults:
                 self.send(segment, step, rank)
         loss, stop, not_finite = self._receive_results(segment, step, microbatches)
         if self._lanes.count > 1:  # each asks whether to stop; the first decides for all
-            of_all = self._beside.all_gather([loss, stop, not_finite])
+            of_all = self._across_lanes.all_gather([loss, stop, not_finite])
             own = [of_all[lane] for lane in self._lanes.averaged]
             loss, stop = sum(one for one, _, _ in own), of_all[0][1]
             not_finite = next((one for _, _, one in own if one is not None), None)

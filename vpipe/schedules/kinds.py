@@ -290,7 +290,7 @@ def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     return (TIED_GRADIENT, s, i), (SUM if at.is_lowered else PART, s, i), *([(DIVIDED, s, i)] if at.sharded else [])
 
 
-def _paced(at: Setting, s: int, i: int) -> Iterable[Needed]:
+def _pace(at: Setting, s: int, i: int) -> Iterable[Needed]:
     """What the step of a stage that trains nothing waits for in a stream, where no backward holds it back: the last
     update of the first stage that trains which needs no later microbatch."""
     frozen = at.assignment.frozen
@@ -364,7 +364,7 @@ class Op:
         host_bytes=_forward_bytes)
     STEP = Kind(
         "STEP", "optimizer step", UPDATE, "optimizer_steps.step",
-        needs=lambda at, s, i, rank: [*_sums(at, s, i, rank), *_norms(at, s, i, rank), *_paced(at, s, i)],
+        needs=lambda at, s, i, rank: [*_sums(at, s, i, rank), *_norms(at, s, i, rank), *_pace(at, s, i)],
         makes=((UPDATED, 0), (STEPPED, 0), (PACE, 0)), seconds=lambda cost: cost.step_s,
         torch="STEP: step the optimizer after schedule.step()",
         colour="#d6336c", shades=("1;38;5;255;48;5;160",))
