@@ -43,8 +43,7 @@ def run_ls(options: argparse.Namespace) -> None:
                  Column("made", [_time_text(manifest) for _, manifest in rows], left=True),
                  Column("by", [_arrangement_text(manifest.arrangement) for _, manifest in rows], spare=True, left=True))
     partial = sorted(found[0].parent.glob("step-*.tmp"))
-    what = "is being written" if partial and _is_running(runs) else (
-        "a save that was cut short; it counts for nothing")
+    what = "is being written" if partial and _is_running(runs) else "a save that was cut short; it counts for nothing"
     for line in (*damaged, *(f"{path.name}: {what}" for path in partial)):
         print(line)
 

@@ -366,11 +366,10 @@ class ParallelSection(Section):
             yield Mistake(("recompute",), "names layers, but the partition, which decides whose they are, is auto",
                           "write the partition, or recompute: auto")
         elif named and not isinstance(self.partition, str) and len(self.partition) == self.model_parallel_size:
-            here = Cut(self.partition).layers
-            yield from (Mistake(("recompute", stage), f"names layer {layer}, but stage {stage} has the layers "
-                                f"{here[stage].start} to {here[stage].stop - 1}", "layers are those of the model, "
-                                "counted from 0") for stage, layers in named.items() if stage < len(here)
-                        for layer in layers if layer not in here[stage])
+            for stage, own in enumerate(Cut(self.partition).layers):
+                yield from (Mistake(("recompute", stage), f"names layer {layer}, but stage {stage} has the layers "
+                                    f"{own.start} to {own.stop - 1}", "layers are those of the model, counted from 0")
+                            for layer in named.get(stage, ()) if layer not in own)
 
     def _schedule(self) -> Iterator[Mistake]:
         """Yield what does not go with the schedule: a file, auto, or a name."""

@@ -62,8 +62,7 @@ class Epochs:
     @cached_property
     def tokens(self) -> int:
         """Return the tokens of these samples, padding excluded."""
-        return sum(int(batch.sum()) for batch in self._first) if self._varying else \
-            self.samples * self.sequence_length
+        return sum(int(batch.sum()) for batch in self._first) if self._varying else self.samples * self.sequence_length
 
     def per_step(self, microbatches: int) -> tuple[int, int]:
         """Return the samples and tokens of a step of so many microbatches; their mean where they differ."""
