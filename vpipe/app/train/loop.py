@@ -332,7 +332,8 @@ class _TrainingRun:
         steps = self._evaluated = self._metrics.steps
         self._metrics.evaluation(steps - 1, *losses)
         self._progress.note(evaluation_text(self._job, steps, *losses))
-        self._check_evaluation(steps, losses[0])
+        if not isfinite(losses[0]) and not self._skips:  # where steps are skipped a loss may be infinite
+            self._stop(f"the evaluation loss is {losses[0]} after {self._job.step_name} {steps}")
 
     def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:
         return read_batches(batches, kind, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)
@@ -365,15 +366,6 @@ class _TrainingRun:
         elif overflow:
             remedy, setting = "bf16 has fp32's range", "training.precision=bf16"
         self._stop(f"{what} at step {step.index}", remedy, setting, None if overflow else step.not_finite)
-
-    def _check_evaluation(self, steps: int, loss: float) -> None:
-        """Check an evaluation; with ``on_nan: skip`` its loss may be infinite.
-
-        Raises:
-            LastingError: the run must end.
-        """
-        if not isfinite(loss) and not self._skips:
-            self._stop(f"the evaluation loss is {loss} after {self._job.step_name} {steps}")
 
     def _stop(self, what: str, remedy: str = "", setting: str = "", microbatch: int | None = None) -> NoReturn:
         self._saving.finish()  # the save of an earlier step
