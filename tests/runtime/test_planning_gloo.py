@@ -12,7 +12,7 @@ from small_run import write_config
 from world import World
 
 from vpipe.app.config.config import load_config
-from vpipe.app.errors import PlanningError
+from vpipe.app.errors import StartError
 from vpipe.app.train.job import Job
 from vpipe.app.train.planning import plan_job
 from vpipe.plan.plan import Plan
@@ -30,7 +30,7 @@ def plan(*, config: str, profile: str) -> dict[str, Any]:
         try:
             job = Job.from_config(load_config(Path(config)))
             return {"partition": plan_job(job, Path(config).parent).cut.partition}
-        except PlanningError as error:
+        except StartError as error:
             return {"error": str(error), "status": error.exit_status}
 
 

@@ -12,10 +12,6 @@ class StartError(UserError):
     """A mistake that the ranks of a run found before they trained, such as data that a host does not have."""
 
 
-class PlanningError(StartError):
-    """The ranks of a run planned before they trained, and found no plan."""
-
-
 class LastingError(RunError):
     """A failure that would happen again from the same state, such as a loss that is not finite: no restart follows."""
 

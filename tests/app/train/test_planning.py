@@ -13,7 +13,7 @@ from small_run import check_updates, job_of, losses, oracle
 
 from vpipe import Cut
 from vpipe.app.config.config import load_config
-from vpipe.app.errors import PlanningError
+from vpipe.app.errors import StartError
 from vpipe.app.launch.failure_report import find_failure, write_report
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.train.job import Job
@@ -170,7 +170,7 @@ def test_the_memory_of_a_rank(tmp_path: Path) -> None:
 
 def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(
         tmp_path: Path, measured: list[list[int]]) -> None:
-    with pytest.raises(PlanningError, match=r"no plan fits into 97\.7 KiB per rank") as error:
+    with pytest.raises(StartError, match=r"no plan fits into 97\.7 KiB per rank") as error:
         plan_job(auto(tmp_path, parallel__recompute="auto", parallel__memory="100kB"), tmp_path)
     for rank in (0, 1):
         write_report(tmp_path, rank, error.value)

@@ -15,7 +15,7 @@ import torch
 from vpipe import Plan, files
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
-from vpipe.app.errors import PlanningError
+from vpipe.app.errors import StartError
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, microbatch_of, model_name
 from vpipe.app.train.profile_cache import cached, store
@@ -37,7 +37,7 @@ def plan_job(job: Job, folder: Path) -> Job:
     folder.
 
     Raises:
-        PlanningError: no plan fits into the memory; on every rank.
+        StartError: no plan fits into the memory; on every rank.
     """
     if not job.config.parallel.to_plan:
         return job
@@ -57,7 +57,7 @@ def plan_job(job: Job, folder: Path) -> Job:
             show_line(_plan_summary(job, solution.plan, solution.seconds))
     outcome = exchange().from_rank(outcome)
     if "problems" in outcome:
-        raise PlanningError.all_of([Problem(what, hint) for what, hint in outcome["problems"]])
+        raise StartError.all_of([Problem(what, hint) for what, hint in outcome["problems"]])
     if not first:
         return job.with_plan(Plan.of_json(outcome["plan"]), proved=True)
     planned.keep_plan(folder)
