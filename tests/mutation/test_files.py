@@ -12,7 +12,7 @@ import pytest
 from limits import refusal, shards
 
 from vpipe.app.config.config import load_config
-from vpipe.app.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json_tree
+from vpipe.app.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_yaml
 from vpipe.app.data.code_search_net import jsonl_files, read_functions
 from vpipe.app.data.tokenizers import load_tokenizer
 from vpipe.checkpoint.manifest import Manifest
@@ -26,7 +26,7 @@ from vpipe.schedules.csv_format import CsvFile
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),
-    "JSON of a config": ("p.json", read_json_tree),
+    "JSON of a config": ("p.json", lambda path: read_yaml(path, language="JSON")),
     "plan": ("plan.json", Plan.load),
     "profile": ("profile.json", Profile.load),
     "schedule": ("s.csv", CsvFile.read),

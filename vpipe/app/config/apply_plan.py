@@ -9,7 +9,7 @@ from typing import Any
 
 from vpipe import Cut, Plan
 from vpipe.app.config.parallel import OF_SCHEDULE, OF_STAGES, ParallelSection
-from vpipe.app.config.yaml_tree import Keys, Tree, describe, read_json_tree
+from vpipe.app.config.yaml_tree import Keys, Tree, describe, read_yaml
 from vpipe.errors import Problem, UserError
 from vpipe.schedules import RegisteredSchedule
 
@@ -122,7 +122,7 @@ def _planned_keys(found: Tree) -> Iterator[tuple[str, Keys]]:
 
 def read_plan(path: str) -> tuple[Tree, Plan]:
     """Read a plan file, with the places of its values. Raises UserError when it is no plan."""
-    found = read_json_tree(Path(path), Plan.MOST_BYTES, Plan.MOST_VALUES)
+    found = read_yaml(Path(path), Plan.MOST_BYTES, Plan.MOST_VALUES, "JSON")
     if found.problems:
         raise UserError.all_of(found.problems)
     return found, Plan.of_json(found.value, path)

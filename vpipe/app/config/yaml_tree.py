@@ -166,15 +166,6 @@ def dotted(name: str, keys: Keys) -> str:
     return name
 
 
-def read_json_tree(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Tree:
-    """Read the JSON file at ``path``, which must hold an object, with at most so many bytes and values.
-
-    JSON is read as YAML, for its positions. Tabs between tokens, which YAML refuses, become spaces: no JSON string has
-    a bare tab.
-    """
-    return read_yaml(path, most_bytes, most_values, "JSON")
-
-
 def parse(text: str, name: str, where: str) -> Tree:
     """Parse a piece of YAML from the command line; ``where`` names its option, the place of every value."""
     return _compose(text, name, "YAML", lambda mark: where, where)
@@ -189,7 +180,7 @@ def write(values: dict[str, Any]) -> str:
 
 
 def read_yaml(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES, language: str = "YAML") -> Tree:
-    """Read the YAML file at ``path``, which must hold a mapping; ``language``: as messages call the file's."""
+    """Read the file at ``path``, which must hold a mapping; ``language``: YAML, or JSON, read as YAML for positions."""
     try:
         text = files.read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
     except FileNotFoundError:
@@ -198,7 +189,7 @@ def read_yaml(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the file '{path}' cannot be read: {error}", hint="give a readable UTF-8 text file",
                         where=str(path)) from None
-    if language == "JSON":
+    if language == "JSON":  # YAML refuses tabs between tokens, and no JSON string has a bare one
         text = text.replace("\t", " ")
     start = f"{path}:1:1"
     tree = _compose(text, "", language, lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", start, most_values)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vpipe.app.config.config import ModelSection
 from vpipe.app.config.options import make_options
-from vpipe.app.config.yaml_tree import read_json_tree
+from vpipe.app.config.yaml_tree import read_yaml
 from vpipe.app.families.lora import LoraSettings
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.errors import UserError, counted
@@ -24,7 +24,7 @@ def model_file(section: ModelSection) -> Mapping[str, Any]:
     if not os.path.isfile(path):
         raise UserError(f"model.config_file names '{path}', but there is no such file",
                         hint="it is a JSON file such as bert_config.json, from the current folder")
-    content = read_json_tree(path)
+    content = read_yaml(path, language="JSON")
     if content.problems:
         raise UserError.all_of(content.problems)
     family, kind = family_named(section.name).huggingface, content.value.get("model_type")

@@ -35,7 +35,7 @@ from vpipe.app.config.validation import (
     checked,
     is_share,
 )
-from vpipe.app.config.yaml_tree import Place, Tree, read_json_tree
+from vpipe.app.config.yaml_tree import Place, Tree, read_yaml
 from vpipe.errors import Problem, UserError
 from vpipe.schedules import RegisteredSchedule
 
@@ -285,7 +285,7 @@ def _json(kind: type[J], tree: Tree, key: str, path: Path) -> tuple[J | None, Tr
                           "the path is taken from directory", tree.where((key,)))
         return None, tree, [problem]
     try:
-        found = read_json_tree(path)
+        found = read_yaml(path, language="JSON")
     except UserError as error:
         return None, tree, list(error.problems)
     section, problems = checked(kind, found)
