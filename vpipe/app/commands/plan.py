@@ -40,7 +40,7 @@ PLANNED = frozenset(".".join(map(str, keys)) for keys in TARGETS.values()) | fro
 def run_plan(options: argparse.Namespace) -> None:
     """Measure what is not measured yet, search, explain, and write the plan."""
     memory_bytes = None if options.memory is None else parse_size(options.memory, "--memory")
-    check_alone("vpipe plan", os.environ)
+    check_alone("vpipe plan")
     for name, count in (("rank", options.ranks), ("stage", options.stages), ("sample", options.samples)):
         if count is not None and count < 1:
             raise UserError(f"--{name}s is {count}", hint=f"plan for 1 {name} or more")

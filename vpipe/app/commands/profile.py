@@ -73,7 +73,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     from vpipe.profiling import RankGroup
 
     config = job.config
-    check_alone("vpipe profile", os.environ)
+    check_alone("vpipe profile")
     hosts = hosts_of(config)
     if hosts is not None and hosts.others:
         raise UserError(f"ranks are measured on this host alone, but machines names {len(hosts.others)} more",

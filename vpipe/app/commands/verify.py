@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def run_verify(options: argparse.Namespace) -> None:
     Raises:
         RunError: they differ by more than the bound.
     """
-    check_alone("vpipe verify", os.environ)
+    check_alone("vpipe verify")
     if not 1 <= options.steps <= MOST_STEPS:
         raise UserError(f"--steps is {options.steps}", hint="compare 1 update or more" if options.steps < 1 else
                         f"compare {MOST_STEPS:,} updates at most: the weights of each are kept")

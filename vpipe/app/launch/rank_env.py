@@ -96,16 +96,13 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
                         "may share a GPU, or leave it out")
 
 
-def check_alone(command: str, environment: Mapping[str, str]) -> None:
+def check_alone(command: str) -> None:
     """Refuse to run ``command`` once per process of torchrun or srun."""
     # The address of rank 0 does not matter here: one at hand saves asking SLURM for it.
-    rank = RankEnvironment.parse({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", **environment})
+    rank = RankEnvironment.parse({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", **os.environ})
     if rank is not None and rank.ranks > 1:
         raise UserError(f"{command} is one of {counted(rank.ranks, 'process')} of {rank.starter}, but it starts "
                         "its ranks itself", hint="run it alone, without torchrun or srun")
-
-
-LOOPBACK = "lo" if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -147,8 +144,8 @@ class HostRanks:
     def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",),
               container: Container | None = None) -> HostRanks:
         """Return all ranks on this host, by its loopback, whatever its name resolves to."""
-        return cls({rank: rank for rank in range(ranks)}, ranks, "127.0.0.1", port, LOOPBACK, threads, task,
-                   container=container, interface_found=True)
+        return cls({rank: rank for rank in range(ranks)}, ranks, "127.0.0.1", port,
+                   "lo" if sys.platform == "linux" else None, threads, task, container=container, interface_found=True)
 
     def command(self, folder: Path | str) -> list[str]:
         """Return what every rank runs; ``folder`` tells it the rest."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ def run_compare(options: argparse.Namespace) -> None:
         if (number := getattr(options, option)) is not None and number < 1:
             raise UserError(f"--{option} is {number}", hint="give a whole number, 1 or more")
     configs = _load(options)
-    check_alone("vpipe compare", os.environ)
+    check_alone("vpipe compare")
     for config in configs.values():
         free_port(config.parallel.master_port)
     from vpipe.extras.comparison.contenders import plan_contenders  # torch is slow to import
