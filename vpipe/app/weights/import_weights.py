@@ -40,11 +40,10 @@ _CODE = re.compile(r"[Uu]nsupported (global|class)|not an allowed global", re.AS
 
 
 class HuggingFaceModel(NamedTuple):
-    """A model in a folder of Hugging Face's: the name of our family, its settings, its ``config.json``."""
+    """A model in a folder of Hugging Face's: the name of our family, and its settings."""
 
     family: str
     settings: ModelSettings
-    config: Mapping[str, object]
 
 
 def read_model_config(folder: Path) -> HuggingFaceModel:
@@ -63,7 +62,7 @@ def read_model_config(folder: Path) -> HuggingFaceModel:
                         hint=nearest(str(kind), sorted(families)))
     name, huggingface = families[kind]
     try:
-        return HuggingFaceModel(name, huggingface.settings(config), config)
+        return HuggingFaceModel(name, huggingface.settings(config))
     except UserError as error:
         first = error.problems[0]
         raise UserError(f"{first.what}, as '{path}' has it", hint=first.hint) from None
