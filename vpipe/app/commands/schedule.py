@@ -244,11 +244,6 @@ def _sizes(options: argparse.Namespace, registered: RegisteredSchedule, *, liste
     return widths, options.microbatches
 
 
-def _chunks(options: argparse.Namespace, registered: RegisteredSchedule) -> int | None:
-    """Return the stages per rank; of a search among all, as many as the number of stages was counted with."""
-    return options.chunks or (registered.chunks if options.stages and registered.search else None)
-
-
 def _slices(options: argparse.Namespace) -> int:
     if options.slices is not None and options.slices < 1:
         raise UserError(f"--slices is {options.slices}", hint="give a whole number, 1 or more")
@@ -278,7 +273,8 @@ def _numbers(parts: Sequence[str], form: str, option: str, what: str, hint: str)
 
 def _built(registered: RegisteredSchedule, options: argparse.Namespace, widths: tuple[int, ...], microbatches: int,
            costs: RankCosts) -> Schedule:
-    ranks, chunks = len(widths), _chunks(options, registered)
+    # Of a search among all numbers of stages per rank that with which --stages were counted.
+    ranks, chunks = len(widths), options.chunks or (registered.chunks if options.stages and registered.search else None)
     if (warmup := _depths(options.warmup)) is not None:
         registered.check_warmup(widths, warmup)
     if registered.search is None:
