@@ -234,9 +234,8 @@ class Job:
 
     @cached_property
     def advice(self) -> Advice:
-        """Advice on its schedule, in the words of the config."""
-        return Advice(self.schedule, self.config.microbatches, self.config.dataset.batch_size,
-                      ("training.num_microbatches", "parallel.update_every"))
+        """Advice on its schedule."""
+        return Advice(self.schedule, self.config.microbatches, self.config.dataset.batch_size)
 
     def _check_slices(self) -> None:
         """Refuse slices of sequences whose tokens read others than those before, or that ranks cannot share."""

@@ -26,14 +26,12 @@ class Advice:
     Attributes:
         schedule: with or without its transfers.
         microbatches: of a batch.
-        batch: samples of a batch, which the microbatches must divide; None where they are unknown.
-        keys: the user's names of the microbatches of a batch, and of those of an update and replica.
+        batch: samples of a batch, which the microbatches must divide.
     """
 
     schedule: Schedule
     microbatches: int
-    batch: int | None = None
-    keys: tuple[str, str] = ("microbatches", "update_every")
+    batch: int
 
     @cached_property
     def mean_delays(self) -> list[float]:
@@ -81,17 +79,15 @@ class Advice:
             return None
         least, replicas = max(schedule.warmup) + 1, lcm(*map(len, schedule.placement))
         fitting = [(microbatches, k) for k in range(least, microbatches + 1) if microbatches % k == 0]
-        fitting += [(replicas * k, k) for k in range(least, 2 * least + 1)
-                    if batch is None or batch % (replicas * k) == 0]
+        fitting += [(replicas * k, k) for k in range(least, 2 * least + 1) if batch % (replicas * k) == 0]
         if not fitting:
             return None
         count, every = fitting[0]
         larger = replace(schedule, update_every=every)
         delay = max(delays.mean_delay(larger, stage) for stage in range(schedule.stages))
-        samples = None if batch is None else counted(batch // count * larger.assignment.per_step, "sample")
-        size = f"; an update is then {samples}" if samples else ""
-        return (f"{self.keys[0]} {count} and " * (count != microbatches) + f"{self.keys[1]} {every}"
-                f" ({delay:.3g} updates late{size})")
+        samples = counted(batch // count * larger.assignment.per_step, "sample")
+        return (f"training.num_microbatches {count} and " * (count != microbatches) + f"parallel.update_every {every}"
+                f" ({delay:.3g} updates late; an update is then {samples})")
 
     @property
     def few_microbatches(self) -> str | None:
@@ -99,15 +95,15 @@ class Advice:
 
         The ranks are those that a microbatch passes, times the replicas among which microbatches are divided.
         """
-        schedule, batch, key = self.schedule, self.batch, self.keys[0]
+        schedule = self.schedule
         depth = len(set(map(frozenset, schedule.placement)))  # copies on the same ranks need no more microbatches
         width, count = max(map(len, schedule.placement)), schedule.microbatches // schedule.slices
         if not schedule.flush or schedule.microbatches >= depth * width or not RegisteredSchedule.find(schedule.name):
             return None
         order = Order(schedule.name, slices=schedule.slices)
-        enough = enough_microbatches(order, Cut(ranks=schedule.placement), batch or 6 * depth * width)
-        better = f"raise {key}, at best to {enough}" if enough > count else (
-            f"raise dataset.batch_size, which is {batch}, and {key}")
+        enough = enough_microbatches(order, Cut(ranks=schedule.placement), self.batch)
+        better = f"raise training.num_microbatches, at best to {enough}" if enough > count else (
+            f"raise dataset.batch_size, which is {self.batch}, and training.num_microbatches")
         stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")
         cut = f" in {schedule.slices} slices" * (schedule.slices > 1)
         return (f"{counted(count, 'microbatch')}{cut} for {stages} leave{'s' * (count == 1)} ranks without work; "
