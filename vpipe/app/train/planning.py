@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -31,7 +31,7 @@ log = logging.getLogger("vpipe")
 
 
 def plan_job(job: Job, folder: Path) -> Job:
-    """Return the job with a plan for the keys that its config leaves open; the same job if it leaves none.
+    """Return the job with a plan for the keys that its config leaves open.
 
     All ranks call this and get the same job. Rank 0 writes the plan, the profile and the resolved config into the run
     folder.
@@ -39,10 +39,8 @@ def plan_job(job: Job, folder: Path) -> Job:
     Raises:
         StartError: no plan fits into the memory; on every rank.
     """
-    if not job.config.parallel.to_plan:
-        return job
     first, size = exchange().rank == 0, job.config.microbatch_size
-    profile = profile_job(job, [size], report=show_line)[size]
+    profile = profile_job(job, [size])[size]
     outcome: dict[str, Any] = {}
     if first:
         try:
@@ -147,22 +145,20 @@ def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
     """
     torch.set_num_threads(job.config.training.threads)
     join_world(**job.config.parallel.joining)
-    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words, report=show_line)
+    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words)
     if exchange().rank == 0:
         for size, profile in found.items():
             profile.save(folder / file_of(size))
 
 
-def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = False,
-                report: Callable[[str], None] = lambda line: None) -> dict[int, Profile]:
+def profile_job(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
     """Return the profiles of a job for several microbatch sizes; measure and cache those that are not cached.
 
     Every rank of the world calls this; a process alone measures no transfers.
 
     Args:
-        sizes: samples per microbatch; the config's by default.
+        sizes: samples per microbatch.
         again: ignore the cache.
-        report: shows progress, on every rank.
 
     Returns:
         Profiles by size, the same on every rank.
@@ -174,13 +170,13 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     torch.set_num_threads(config.training.threads)
     device = device_of(config)
     world = RankGroup(device, config.parallel.tensor)
-    wanted = sorted(set(sizes or [config.microbatch_size]))
+    wanted = sorted(set(sizes))
     identities = world.identify(job.model, [microbatch_of(job, size) for size in wanted], **settings_of(job))
     directory = config.dataset.cache_directory
     known: dict[str, object] = {}
     if world.rank == 0 and not again:
         known = {str(size): profile.as_json() for size, identity in zip(wanted, identities, strict=True)
-                 if (profile := cached(identity.kept_as, directory, report)) is not None}
+                 if (profile := cached(identity.kept_as, directory, show_line)) is not None}
     found = {int(size): Profile.of_json(content) for size, content in world.all_gather(known)[0].items()}
     missing = [(size, identity) for size, identity in zip(wanted, identities, strict=True) if size not in found]
     if missing:
@@ -190,7 +186,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
             nonlocal shown_s
             if monotonic() - shown_s >= PROGRESS_S:
                 shown_s = monotonic()
-                report(line)
+                show_line(line)
 
         model, _ = job.split_layers(device)
         measured = measure(model, [microbatch_of(job, size) for size, _ in missing], job.optimizer.from_named,
@@ -203,7 +199,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
             try:
                 store(found[size], directory)
             except UserError as error:  # the profile is used all the same
-                report(f"{error.problems[0].what}; {error.problems[0].hint}")
+                show_line(f"{error.problems[0].what}; {error.problems[0].hint}")
                 break
     return {size: job.with_correction(found[size]) for size in wanted}
 
