@@ -58,15 +58,6 @@ def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None =
     return tqdm(items, desc=what, unit=unit, total=total, **_as_lines())
 
 
-def print_line(text: str) -> None:
-    """Print a line on standard output at once; on a terminal progress lines make room for it."""
-    if on_terminal():
-        tqdm.write(text)
-        sys.stdout.flush()
-    else:
-        print(text, flush=True)
-
-
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function to call with (bytes done, bytes in all); after two seconds a line on stderr shows them."""

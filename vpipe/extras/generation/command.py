@@ -12,13 +12,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from vpipe import files
 from vpipe.app.commands.checkpoint import checkpoints_in
 from vpipe.app.data.plain_text import decoded, not_utf8
 from vpipe.app.data.tokenizers import load_for_pairs, load_tokenizer, load_wordpiece
 from vpipe.app.families.decoding import TextDecoder
-from vpipe.app.progress import print_line, progress
+from vpipe.app.progress import on_terminal, progress
 from vpipe.app.train.checkpoint_model import data_tokenizer, has_model
 from vpipe.app.train.run_folder import run_in
 from vpipe.checkpoint import Manifest
@@ -176,7 +177,12 @@ def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: 
     began, choice = perf_counter(), _choice(options, translates)
     if translates:  # a blank line gives one, so that lines of sources and translations belong together
         for one in progress(ids, "translating", unit="line"):
-            print_line(translation(decoder, tokenizer, one, tokens, **choice) if one else "")
+            text = translation(decoder, tokenizer, one, tokens, **choice) if one else ""
+            if on_terminal():  # the progress line makes room for it
+                tqdm.write(text)
+                sys.stdout.flush()
+            else:
+                print(text, flush=True)
     else:
         for number, (prompt, one) in enumerate(zip(prompts, ids, strict=True)):
             if number:
