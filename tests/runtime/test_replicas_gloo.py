@@ -27,6 +27,7 @@ def same(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, An
     return same_everywhere(world, rules, stages=len(arguments["placement"]), **arguments)
 
 
+@pytest.mark.jobs
 @over(("gloo nccl", {"schedule": "1f1b", "placement": TWO_ONE_ONE}),
       ("nccl", {"schedule": "1f1b", "placement": MIDDLE}),
       ("gloo", {"schedule": "1f1b", "placement": TWO_ONE_ONE, "model": "norm"}),
@@ -41,6 +42,7 @@ def test_with_a_flush(world: World, rules: Mapping[str, bool] | None, arguments:
     assert len(run["steps"]) == 2
 
 
+@pytest.mark.jobs
 @over(("gloo nccl", {"schedule": "chimera"}), ("gloo nccl", {"schedule": "chimera", "placement": DOWN_AND_UP_TWICE}),
       ("nccl", {"schedule": "chimera", "zero1": True}),
       *[("gloo", {"schedule": "chimera", **changes}) for changes in (
@@ -56,6 +58,7 @@ def test_both_directions(world: World, rules: Mapping[str, bool] | None, argumen
     assert len(run["steps"]) == 2
 
 
+@pytest.mark.jobs
 @over(("gloo nccl", {"schedule": "pipedream", "placement": TWO_ONE_ONE, "microbatches": 5}),
       ("nccl", {"schedule": "pipedream", "placement": MIDDLE, "microbatches": 5}),
       ("gloo nccl", {"schedule": "pipedream", "placement": ONE_THREE, "microbatches": 4, "update_every": 2,

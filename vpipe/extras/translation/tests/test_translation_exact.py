@@ -131,6 +131,7 @@ def train(*, schedule: str, partition: Sequence[int], **arguments: Any) -> dict[
     return {"losses": losses, "held_out": pipe.evaluate(data), "state": fingerprint(pipe.state_dict())}
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("schedule", "arguments"), [
     ("1f1b", {"partition": [4, 2, 2, 3]}), ("pipedream", {"partition": [2, 3, 3, 3], "shared_memory": False}),
     ("zb_v", {"partition": [2, 1, 1, 2, 1, 1, 1, 2], "recompute": 0.5}),
