@@ -20,8 +20,7 @@ from difflib import get_close_matches
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["CheckError", "PerformanceWarning", "Problem", "RunError", "UserError", "VpipeError", "counted",
-           "nearest"]
+__all__ = ["CheckError", "PerformanceWarning", "Problem", "RunError", "UserError", "VpipeError", "counted", "nearest"]
 
 MOST_SHOWN = 20
 """Largest number of problems that one error shows."""

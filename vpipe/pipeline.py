@@ -118,8 +118,7 @@ class Pipeline:
         update = replace(update, zero1=bool(zero1))
         if not isinstance(cut.stages, tuple):
             cut = replace(cut, stages=model.balanced(cut.count))
-        world = join_world(transfers.group, transfers.timeout_s, execution.device, execution.mesh,
-                           execution.data)
+        world = join_world(transfers.group, transfers.timeout_s, execution.device, execution.mesh, execution.data)
         with exchange(timeout_s=transfers.timeout_s).call("Pipeline()", at_once=is_idle()):
             if plan is not None and plan.tensor not in (None, lanes := len(world.lanes.alike)):
                 raise UserError(f"the plan splits layers over {counted(plan.tensor, 'rank')}, but there "

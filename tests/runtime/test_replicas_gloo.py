@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jobs
+import pytest
 import torch
 import torch.distributed as dist
 from everywhere import over, same_everywhere

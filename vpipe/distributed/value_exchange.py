@@ -149,8 +149,7 @@ class Exchange:
         elif error is not None:
             fault = Fault.failed(line.rank, error)
             failure = {"what": f"rank {line.rank} {fault.what}", "hint": fault.hint, "peer": line.rank}
-        line.give({"give": name, "value": [call, failure, value], "of": self._of, "hears": hears,
-                   "batches": batches})
+        line.give({"give": name, "value": [call, failure, value], "of": self._of, "hears": hears, "batches": batches})
         return name
 
     def _take(self, line: ExchangeLine, name: str, doing: str, error: BaseException | None = None) -> list[Any]:

@@ -149,8 +149,7 @@ class LongWaits:
 
     def update(self, states: Sequence[RankState]) -> None:
         """Take in the states of all ranks, once a heartbeat."""
-        longest, waited_s = max(((rank, state.waited_s) for rank, state in enumerate(states)),
-                                key=lambda pair: pair[1])
+        longest, waited_s = max(((rank, state.waited_s) for rank, state in enumerate(states)), key=lambda pair: pair[1])
         if waited_s <= self.timing.long_s:
             self._end_wait()
             return

@@ -64,8 +64,7 @@ def measure_links(group: RankGroup, device: torch.device,
     near = [link for (a, b), link in found.items() if group.hosts[a] == group.hosts[b]]
     far = [link for (a, b), link in found.items() if group.hosts[a] != group.hosts[b]]
     if far:
-        others = {(a, b): _typical(far) for a in range(ranks) for b in range(ranks)
-                  if group.hosts[a] != group.hosts[b]}
+        others = {(a, b): _typical(far) for a in range(ranks) for b in range(ranks) if group.hosts[a] != group.hosts[b]}
         found = others | found
     return _typical(near or far), found
 

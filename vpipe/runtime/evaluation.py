@@ -65,8 +65,7 @@ class Evaluation:
                 assignment = self._assignment(end - first)
                 if loader.labels is not None:
                     weights += [loader.counts.pop(number)[0] for number in range(first, end)]
-                segment = Segment(loader, first, 0, 0, assignment, training=False,
-                                  autocast=self._surroundings.autocast)
+                segment = Segment(loader, first, 0, 0, assignment, training=False, autocast=self._surroundings.autocast)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
                 for rank, own in losses.items():

@@ -183,8 +183,7 @@ class MicrobatchLoader:
                 tokens = [shape[1] for (_, shape), *_ in signatures[whole:whole + slices]]
                 for i in range(slices):  # what came before decides shapes, too, such as that of a mask
                     signatures[whole + i] += (("", SequenceSlice(i, slices, sum(tokens[:i]), sum(tokens))),)
-            self._open |= {first + i: _InUse(chunks[i], signatures[i], uses[i])
-                           for i in range(microbatches) if uses[i]}
+            self._open |= {first + i: _InUse(chunks[i], signatures[i], uses[i]) for i in range(microbatches) if uses[i]}
         self.batches_read += 1
         self._read += microbatches
 

@@ -117,8 +117,7 @@ class ModelState(StatePart):
 
     @cached_property
     def names(self) -> dict[str, Tensor]:
-        return {f"model.{name}": _outline(value) for each in self._stages
-                for name, value in each.stage.state().items()}
+        return {f"model.{name}": _outline(value) for each in self._stages for name, value in each.stage.state().items()}
 
 
 class OptimizerState(StatePart):

@@ -156,5 +156,4 @@ class ScriptChanges:
 
     def _marks(self, sampled: bool) -> list[Marks]:
         options = [optimizer.options() for optimizer in self._optimizers]
-        return [*chain.from_iterable([stage.marks(sampled) for stage in self._stages]),
-                ([""] * len(options), options)]
+        return [*chain.from_iterable([stage.marks(sampled) for stage in self._stages]), ([""] * len(options), options)]

@@ -89,8 +89,7 @@ PACE = Value("update of the first stage that trains",
              lambda at, stage, index, rank: [home for home in at.placement[stage] if home != rank])
 GATHERED = Value("gathered weights")
 DIVIDED = Value("weights and gradients divided over lanes again")
-STEPPED = Value("weights that a replica steps",
-                lambda at, stage, index, rank: at.placement[stage] if at.zero1 else ())
+STEPPED = Value("weights that a replica steps", lambda at, stage, index, rank: at.placement[stage] if at.zero1 else ())
 EXCHANGED = Value("weights that the replicas have stepped")
 TIED_VERSION = Value("tied weights", lambda at, stage, index, rank: at.lenders(stage, rank), handed_over=True)
 TIED_GRADIENT = Value("gradient of tied weights",

@@ -51,8 +51,7 @@ class CostModel:
             self._widths = {ranks_left: range(1, min(ranks_left, most) + 1) for ranks_left in range(1, ranks + 1)}
         else:
             sizes = list(map(len, choice.placement))
-            self._widths = {ranks - end + width: (width,)
-                            for end, width in zip(accumulate(sizes), sizes, strict=True)}
+            self._widths = {ranks - end + width: (width,) for end, width in zip(accumulate(sizes), sizes, strict=True)}
         self._order = list(chain.from_iterable(choice.placement or [range(ranks)]))  # of the ranks, by stage
         self._stage_of = {ranks_left: stage for stage, ranks_left in enumerate(sorted(self._widths, reverse=True))}
         profile = table.profile
@@ -64,8 +63,7 @@ class CostModel:
         share = self._shares
         if share is not None and not isinstance(share, (int, float)):
             share = share[self._stage_of[ranks_left]]
-        return self.choice.demand(ranks_left, width)._replace(
-            share=share, width=self.table.profile.sharers(width))
+        return self.choice.demand(ranks_left, width)._replace(share=share, width=self.table.profile.sharers(width))
 
     def demands(self, stages: Iterable[StageRange]) -> Iterator[tuple[StageRange, StageDemand]]:
         """Yield the stages of a partition with what a replica of each must hold."""

@@ -76,8 +76,7 @@ def _recomputed(table: StageTable, here: range, demand: StageDemand) -> frozense
     if (required := table.required(here.start, here.stop, demand)) is not None:
         return required
     layers = table.profile.layers
-    order = sorted(here, key=lambda number: -layers[number].saved_bytes
-                   / max(layers[number].recompute.median, 1e-12))
+    order = sorted(here, key=lambda number: -layers[number].saved_bytes / max(layers[number].recompute.median, 1e-12))
     recomputed: frozenset[int] = frozenset()
     for number in order:
         if table.limit_bytes is None or (

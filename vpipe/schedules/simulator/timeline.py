@@ -276,8 +276,7 @@ def _simulate_batches(schedule: Schedule, costs: Costs) -> SimulatedSteps:
     later = tuple(events[half:] for events, half in zip(timeline.events, halves, strict=True))
     alone = [tuple(action for action in program if action.index < per_batch(action))
              for program in timeline.schedule.programs]
-    transfers = tuple(transfer for transfer in timeline.transfers
-                      if transfer.action.index < per_batch(transfer.action))
+    transfers = tuple(transfer for transfer in timeline.transfers if transfer.action.index < per_batch(transfer.action))
     steps = schedule.microbatches // schedule.assignment.per_step
     return SimulatedSteps(Timeline.of(schedule.with_programs(alone), costs, events, transfers),
                            (_end_s(later) - _end_s(events)) / steps,
