@@ -63,8 +63,7 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
         def forwards(stage: int, microbatch: int) -> None:
             segment = self.segment
             if segment.training and stage == 0:
-                batch, within = divmod(segment.first + microbatch, segment.loader._microbatches)
-                fields = segment.loader._open[batch].chunks[within]
+                fields = segment.loader._open[segment.first + microbatch].fields
                 digest = hashlib.sha256(fields["input_ids"].numpy().tobytes()).hexdigest()
                 print(segment.number_of(Action(Op.FORWARD, stage, microbatch)), digest, file=samples)
             if reached("forward" if segment.training else "evaluation"):
