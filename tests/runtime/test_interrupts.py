@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, counted
 from vpipe.runtime.microbatches import Batch
+from vpipe.schedules.graph import Flow
 
 pytestmark = pytest.mark.jobs
 
@@ -182,6 +183,16 @@ def test_an_interrupt_of_a_stream_loses_nothing_and_a_second_one_what_it_says() 
                           update_every=1)
     assert note == ("3 updates made by all stages; stages here have made 3 to 5, and microbatches 3 to 5 in flight are "
                     "lost: build a new pipeline, and load a checkpoint")
+
+
+def test_an_interrupt_while_a_stream_is_ordered_leaves_the_pipeline_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, follow = Keyboard("ordered", 5), Flow.follow
+    pipe = pipeline(keyboard, schedule="pipedream", update_every=1)
+    monkeypatch.setattr(Flow, "follow", lambda *each: keyboard.called("ordered") or follow(*each))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(pipe, BATCHES)
+    assert caught.value.__notes__ == [f"0 updates {WHOLE}"]
+    assert train(pipe, BATCHES) == train(pipeline(Keyboard(), schedule="pipedream", update_every=1), BATCHES)
 
 
 @pytest.mark.parametrize("arguments", [{"schedule": "1f1b"}, {"schedule": "pipedream"}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import wraps
 from itertools import islice
 
 import pytest
@@ -329,6 +330,7 @@ def test_a_stream_that_repeats_follows_the_other_ranks_no_more(monkeypatch: pyte
 
 
 def test_a_generator_of_a_package_may_change_its_order_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    @wraps(pipedream)
     def late(rank: int, ranks: int, microbatches: int, update_every: int, warmup: Sequence[int]) -> Iterator[Action]:
         for action in pipedream(rank, ranks, microbatches, update_every, warmup):
             yield from [Action(Op.RECOMPUTE, rank, action.index)] * (action.op is Op.BACKWARD and action.index > 49)

@@ -61,13 +61,18 @@ class RankPrograms:
         The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
         on those that never come are left out.
         """
-        schedule, (_, setting) = self._schedule, self._lowered_stream(assignment)
-        if not PLUGINS.is_own(RegisteredSchedule.named(schedule.name).program.__module__):  # it may never repeat
-            return self._stream_order(assignment)[0], setting.tied_version_of
+        _, setting = self._lowered_stream(assignment)
+        return self._of_stream(assignment), setting.tied_version_of
+
+    def _of_stream(self, assignment: Assignment) -> Iterator[OnRank]:
+        schedule, program = self._schedule, RegisteredSchedule.named(self._schedule.name).program
+        if not PLUGINS.is_own(getattr(program, "__globals__", {}).get("__name__", "")):  # it may never repeat
+            yield from self._stream_order(assignment)[0]
+            return
         if self._order is None:  # a quarter of what is proved (checker.check), then versions
             self._order = StreamOrder(self._stream_order, schedule.assignment, min(self._ranks),
                                       settled=schedule.microbatches // 4 + 2 * schedule.assignment.per_step)
-        return self._order.program(assignment.has_microbatch), setting.tied_version_of
+        yield from self._order.program(assignment.has_microbatch)
 
     def _lowered_stream(self, assignment: Assignment) -> tuple[Callable[[int], Iterator[Action]], Setting]:
         """Return what gives the lowered program of a rank in a stream, and the setting of the stream."""
