@@ -286,7 +286,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 29_894, "testing": 2_050, "application": 22_499, "extras": 5_886, "tests": 56_694,
+BUDGETS = {"library": 29_894, "testing": 2_050, "application": 22_499, "extras": 5_886, "tests": 56_696,
            "vpipe": 60_329, "benchmarks": 8_400, "parameters of Pipeline": 9, "config keys": 105}
 """Ceilings, which fall; an issue alone may raise one: the most lines of every tier (tests/tier_sizes.py counts), and
 the most that users have to learn."""

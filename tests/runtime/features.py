@@ -557,13 +557,13 @@ def wanted() -> set[str]:
     return names | {f"kind {kind}" for kind in kinds.known() if kind.is_own}
 
 
-DAYS = 7
+DAYS = 14
 PAIRS = [pair for pair in combinations(ROWS, 2) if merged(*pair) is not None]
 
 
 def drawn(day: int) -> list[tuple[str, ...]]:
-    """Return the pairs of a day for one process, all of them in seven days, as many of a feature on each; and some of
-    more features, of the same seven days."""
+    """Return the pairs of a day for one process, all of them in two weeks, as many of a feature on each; and some of
+    more features, of the same two weeks."""
     number, dice = {name: place for place, name in enumerate(ROWS)}, random.Random(day % DAYS)
     found: list[tuple[str, ...]] = [pair for pair in PAIRS if sum(map(number.__getitem__, pair)) % DAYS == day % DAYS
                                     and not any(ROWS[name].two for name in pair)]

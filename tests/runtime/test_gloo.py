@@ -65,6 +65,7 @@ def test_shapes_that_both_ends_have_forgotten_are_told_again(world: World, sched
     assert world.run(with_short_memory, **run) == [[jobs.train(**run), 2]] * 4
 
 
+@pytest.mark.jobs
 @over(*[("gloo", {"schedule": "gpipe", **changes}) for changes in (UNTIED, SHAPES, STOCHASTIC)],
       *[("gloo", {"schedule": "1f1b", **changes}) for changes in (EARLY, {"model": "untied", "recompute": 1.0}, NORM)],
       *[("gloo", {"schedule": "pipedream", **changes}) for changes in (EARLY, NORM, UNTIED | {"update_every": 2})],

@@ -370,7 +370,8 @@ def batched(names: list[str], most: int = 7) -> Iterator[list[str]]:
     yield from (names[first:first + most] for first in range(0, len(names), most))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"schedule": "pipedream"}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, *(pytest.param(more, marks=pytest.mark.jobs) for more in (
+    {"schedule": "pipedream"}, {"replicas": 2}))], ids=str)
 def test_calls_that_fail_in_one_process_leave_everything_as_it_was(arguments: dict[str, Any], tmp_path: Path) -> None:
     calls = READING | TRAINED | LAYERS | UNTRAINED | ALONE | INTERRUPTED
     if "schedule" in arguments:  # the last stage has made an update by then
