@@ -1,4 +1,4 @@
-"""Follow a stream while it runs: the order of its transfers, and the weight versions that its microbatches use.
+"""Follow a stream while it runs: the order of its actions, and the weight versions that its microbatches use.
 
 Nobody knows how long a stream is. What stands here reads no further in its programs than necessary.
 """
